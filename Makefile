@@ -1,0 +1,40 @@
+# Everything sets itself up in .venv; nothing is asked of the machine but Python 3.11+, pip and make.
+PYTHON ?= python3
+# The CPU build of torch. On a machine with a GPU: make install TORCH="torch" EXTRAS="dev,cuda"
+TORCH ?= torch==2.13.0
+EXTRAS ?= dev
+VENV := .venv
+RUN := $(VENV)/bin/
+STAMP := $(VENV)/.installed-$(shell echo "$(TORCH) $(EXTRAS)" | cksum | cut -d' ' -f1)
+
+.PHONY: install demo test verify check bench-cpu clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)python -m pip install --quiet --upgrade pip
+	$(RUN)python -m pip install --quiet "$(TORCH)"
+	$(RUN)python -m pip install --quiet --editable ".[$(EXTRAS)]"
+	touch $@
+
+demo: install
+	$(RUN)kvikk demo
+
+test: install
+	$(RUN)python -m pytest
+
+verify: install
+	KVIKK_VERIFY=all KVIKK_SIMULATED_STEPS=1000000 $(RUN)python -m pytest
+
+check: install
+	$(RUN)ruff check src tests benchmarks
+	$(RUN)ruff format --check src tests benchmarks
+	$(RUN)mypy
+	$(RUN)lint-imports
+
+bench-cpu: install
+	$(RUN)python benchmarks/cpu_peers.py
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,64 @@
+"""Every error that kvikk raises on purpose: one tree, each with a code and the HTTP status a server gives it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KvikkError(Exception):
+    """The root. `code` is stable and machine-readable; `http_status` is what a server answers."""
+
+    code: ClassVar[str] = "internal_error"
+    http_status: ClassVar[int] = 500
+
+
+class InvalidRequest(KvikkError, ValueError):
+    """A request that is wrong in itself: its text says the value, the limit and the way out."""
+
+    code = "invalid_request"
+    http_status = 400
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt cannot be held: longer than the model's positions or than the KV memory."""
+
+    code = "context_length_exceeded"
+
+
+class ConfigError(KvikkError, ValueError):
+    """An option, or a combination of options, that cannot be honoured."""
+
+    code = "invalid_config"
+    http_status = 400
+
+
+class ModelError(KvikkError):
+    """A model that cannot be loaded or is not supported, by name and reason."""
+
+    code = "model_error"
+
+
+class OutOfBlocks(KvikkError):
+    """Fewer blocks are free than were asked for; nothing was reserved."""
+
+    code = "out_of_blocks"
+    http_status = 503
+
+
+class PinRefused(KvikkError):
+    """Pinning these tokens would leave too little memory for a request of the maximum length."""
+
+    code = "pin_refused"
+    http_status = 409
+
+
+class PoolCorrupt(KvikkError):
+    """The block accounting does not add up. This is a fault in kvikk: please report it with the message."""
+
+    code = "pool_corrupt"
+
+
+class StepFailed(KvikkError):
+    """A step's computation failed; its requests end with this error, the others run on."""
+
+    code = "step_failed"

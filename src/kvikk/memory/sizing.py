@@ -1,0 +1,112 @@
+"""How much KV memory there is: from what the operator says to a number of blocks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from kvikk.errors import ConfigError
+from kvikk.geometry import KVGeometry
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+DEFAULT_CPU_KV_MEMORY = "50%"
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """How much memory the KV pool may take, and in which pages.
+
+    Args:
+        kv_memory: `4GiB`, `500MB`, or a share such as `50%` of the memory that is free after the weights.
+        gpu_memory_utilization: on a GPU, share of its whole memory for weights and KV together; not with `kv_memory`.
+        block_size: tokens in a block.
+    """
+
+    kv_memory: str | None = None
+    gpu_memory_utilization: float | None = None
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        if self.block_size not in (16, 32):
+            raise ConfigError(f"--block-size {self.block_size} is not supported: choose 16 or 32")
+        if self.kv_memory is not None and self.gpu_memory_utilization is not None:
+            raise ConfigError("--kv-memory and --gpu-memory-utilization exclude each other: give one of them")
+        if self.kv_memory is not None:
+            parse_kv_memory(self.kv_memory, free_bytes=2**40)
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(f"--gpu-memory-utilization {share} is not a share above 0 and up to 1")
+
+
+def parse_kv_memory(text: str, *, free_bytes: int) -> int:
+    """Bytes that `4GiB`, `500MB`, `2e9` or `50%` (of `free_bytes`) stand for.
+
+    Raises:
+        ConfigError: the text is none of these, or not above zero.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*(%|[a-zA-Z]*)\s*", text)
+    unit = match[2].lower() if match else ""
+    if match is None or (unit != "%" and unit not in _UNITS):
+        raise ConfigError(f"--kv-memory {text!r} is not a size: write 4GiB, 500MB or 50%")
+    number = float(match[1])
+    if unit == "%" and number > 100:
+        raise ConfigError(f"--kv-memory {text!r} is more than all free memory: at most 100%")
+    size = int(number / 100 * free_bytes) if unit == "%" else int(number * _UNITS[unit])
+    if size <= 0:
+        raise ConfigError(f"--kv-memory {text!r} is no memory at all: give more than zero")
+    return size
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory that a new allocation could take now on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return int(psutil.virtual_memory().available)
+
+
+def pool_blocks(config: MemoryConfig, geometry: KVGeometry, device: torch.device) -> int:
+    """Usable blocks of a pool made now, after the weights are loaded (the null block is paid for and not counted).
+
+    Raises:
+        ConfigError: the memory asked for is not there, or holds no block.
+    """
+    free_bytes = free_memory_bytes(device)
+    if device.type == "cuda" and config.kv_memory is None:
+        total_bytes = torch.cuda.mem_get_info(device)[1]
+        share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
+        size_bytes = int(total_bytes * share) - (total_bytes - free_bytes)
+        asked = f"--gpu-memory-utilization {share}"
+    elif config.gpu_memory_utilization is not None:
+        raise ConfigError("--gpu-memory-utilization needs a GPU: on this device give --kv-memory, such as 4GiB or 50%")
+    else:
+        text = config.kv_memory or DEFAULT_CPU_KV_MEMORY
+        size_bytes = parse_kv_memory(text, free_bytes=free_bytes)
+        asked = f"--kv-memory {text}"
+    if size_bytes > free_bytes:
+        raise ConfigError(
+            f"{asked} asks for {format_bytes(size_bytes)}, {format_bytes(free_bytes)} are free after the weights: "
+            "give less, or use a smaller model"
+        )
+    blocks = size_bytes // geometry.block_bytes - 1
+    if blocks < 1:
+        raise ConfigError(
+            f"{asked} leaves {format_bytes(max(size_bytes, 0))} for KV, and a block of {geometry.page_size} tokens takes "
+            f"{format_bytes(geometry.block_bytes)}: at least {format_bytes(2 * geometry.block_bytes)} are needed"
+        )
+    return blocks
+
+
+def format_bytes(size: int) -> str:
+    """`1.5 GiB`: a size for a person."""
+    number = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"

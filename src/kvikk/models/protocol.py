@@ -1,0 +1,54 @@
+"""What a model asks of attention and what the engine asks of a model.
+
+The protocols live here, at the bottom, so that `models` knows nothing of pages: the engine hands a step to the
+model's forward as an argument, and `kvikk.attention` implements it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from kvikk.models.spec import ModelSpec
+
+
+class AttentionStep(Protocol):
+    """One step's attention over the paged KV, for all rows at once."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+        """Store the step's K and V, then attend each query to its own row up to its own position.
+
+        Call exactly once for each layer, in any order of layers.
+
+        Args:
+            layer: index of the attention layer, from 0.
+            q: `[tokens, q_heads, head_dim]`, rotated.
+            k: `[tokens, kv_heads, head_dim]`, rotated.
+            v: `[tokens, kv_heads, head_dim]`.
+            scale: factor on `q @ k`.
+
+        Returns:
+            `[tokens, q_heads, head_dim]` in q's dtype. Valid until the next call.
+        """
+        ...
+
+
+class CausalLM(Protocol):
+    """A decoder-only model, ready to run."""
+
+    spec: ModelSpec
+
+    def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionStep, logits_at: Tensor) -> Tensor:
+        """Run the tokens of one step, of any number of rows, flattened.
+
+        Args:
+            token_ids: `[tokens]` int64.
+            positions: `[tokens]` int64, each token's position in its own row.
+            step: the attention of this step.
+            logits_at: `[outputs]` int64, indices into `tokens` whose logits are wanted.
+
+        Returns:
+            `[outputs, vocabulary]` in the model's dtype.
+        """
+        ...

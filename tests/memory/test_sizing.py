@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvikk.errors import ConfigError
+from kvikk.geometry import KVGeometry
+from kvikk.memory import MemoryConfig, pool_blocks
+from kvikk.memory.sizing import format_bytes, parse_kv_memory
+
+CPU = torch.device("cpu")
+GEOMETRY = KVGeometry(kv_heads=(3,) * 30, head_dim=64, page_size=16, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4GiB", 4 * 2**30), ("500MB", 500 * 10**6), ("1.5 gib", 3 * 2**29), ("50%", 500), ("4096", 4096), ("2e3", 2000)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
+    assert parse_kv_memory(text, free_bytes=1000) == size
+
+
+@pytest.mark.parametrize("text", ["", "lots", "-1GiB", "4 quux", "0", "120%", "nan", "1GiB2"])
+def test_what_is_no_size_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError, match="--kv-memory"):
+        MemoryConfig(kv_memory=text)
+
+
+def test_two_ways_to_say_it_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="exclude each other"):
+        MemoryConfig(kv_memory="1GiB", gpu_memory_utilization=0.5)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.2, -1.0, float("nan")])
+def test_a_share_of_a_gpu_lies_within_it(share: float) -> None:
+    with pytest.raises(ConfigError, match="--gpu-memory-utilization"):
+        MemoryConfig(gpu_memory_utilization=share)
+
+
+def test_gpu_memory_utilization_needs_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        pool_blocks(MemoryConfig(gpu_memory_utilization=0.9), GEOMETRY, CPU)
+
+
+def test_the_pool_never_takes_more_than_was_given() -> None:
+    blocks = pool_blocks(MemoryConfig(kv_memory="100MiB"), GEOMETRY, CPU)
+    assert (blocks + 1) * GEOMETRY.block_bytes <= 100 * 2**20 < (blocks + 2) * GEOMETRY.block_bytes
+
+
+def test_memory_for_less_than_a_block_is_refused_with_the_least_that_works() -> None:
+    with pytest.raises(ConfigError, match=r"at least 720\.0 KiB"):
+        pool_blocks(MemoryConfig(kv_memory="100KiB"), GEOMETRY, CPU)
+
+
+def test_more_memory_than_is_free_is_refused() -> None:
+    with pytest.raises(ConfigError, match="free after the weights"):
+        pool_blocks(MemoryConfig(kv_memory="900TiB"), GEOMETRY, CPU)
+
+
+def test_bytes_are_written_for_people() -> None:
+    assert [format_bytes(n) for n in (12, 2048, 3 * 2**29, 5 * 2**40)] == ["12 B", "2.0 KiB", "1.5 GiB", "5.0 TiB"]
