@@ -1,0 +1,33 @@
+"""The engine: token ids in, token ids out, over paged KV memory.
+
+- `core.Engine`: `add`, `abort`, `step`, `check`; read this first.
+- `scheduler`: which rows compute what in a step, and whose memory pays.
+- `request`: requests, rows, and the segments they still have to compute.
+- `runner`: a step on a real model; `sampler` and `noise`: from logits to tokens.
+- `build`: from a loaded model and a config to an engine.
+
+Invariants: one seed gives one text, alone or in any batch; after any step, abort or failure every block is accounted
+for; a failing request harms no other. The engine knows neither text nor HTTP.
+"""
+
+from kvikk.engine.build import Capacity, build_engine
+from kvikk.engine.config import EngineConfig, SchedulerConfig
+from kvikk.engine.core import Engine, EngineLimits, EngineOutput
+from kvikk.engine.request import FinishReason, Request
+from kvikk.engine.sampler import Logprob, SampledToken
+from kvikk.engine.sampling_params import SamplingParams
+
+__all__ = [
+    "Capacity",
+    "Engine",
+    "EngineConfig",
+    "EngineLimits",
+    "EngineOutput",
+    "FinishReason",
+    "Logprob",
+    "Request",
+    "SampledToken",
+    "SamplingParams",
+    "SchedulerConfig",
+    "build_engine",
+]

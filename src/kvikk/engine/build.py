@@ -1,0 +1,111 @@
+"""From a loaded model and a config to a running engine: how much memory, how long, which backend."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from kvikk.attention import attention_backend
+from kvikk.engine.config import EngineConfig
+from kvikk.engine.core import Engine, EngineLimits
+from kvikk.engine.runner import ModelRunner
+from kvikk.errors import ConfigError
+from kvikk.geometry import KVGeometry
+from kvikk.memory import KVStore, format_bytes, pool_blocks
+from kvikk.models import LoadedModel
+from kvikk.prefix import KeySpace
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """What the KV memory amounts to.
+
+    Args:
+        geometry: of a block.
+        blocks: usable blocks.
+        max_model_len: tokens of the longest sequence.
+        length_reason: what sets it, with the way out.
+    """
+
+    geometry: KVGeometry
+    blocks: int
+    max_model_len: int
+    length_reason: str
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that fit in all."""
+        return self.blocks * self.geometry.page_size
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the usable blocks."""
+        return self.blocks * self.geometry.block_bytes
+
+    @property
+    def full_length_requests(self) -> int:
+        """Requests of the maximum length that fit side by side."""
+        return self.blocks // self.geometry.blocks_for(self.max_model_len)
+
+    def __str__(self) -> str:
+        return (
+            f"KV memory: {format_bytes(self.size_bytes)} = {self.tokens:,} tokens in {self.blocks:,} blocks of "
+            f"{self.geometry.page_size}; {self.full_length_requests:,} requests of {self.max_model_len:,} tokens fit"
+        )
+
+
+def plan_capacity(loaded: LoadedModel, config: EngineConfig, blocks: int, geometry: KVGeometry) -> Capacity:
+    """Settle the longest sequence within `blocks` blocks.
+
+    Raises:
+        ConfigError: `--max-model-len` was given and does not fit: the text names the largest that does.
+    """
+    tokens = blocks * geometry.page_size
+    max_model_len, reason = loaded.max_model_len, "set by --max-model-len or the model's own maximum"
+    if max_model_len > tokens:
+        if config.model.max_model_len is not None:
+            raise ConfigError(
+                f"--max-model-len {config.model.max_model_len:,} does not fit: the KV memory holds {tokens:,} tokens "
+                f"({format_bytes(blocks * geometry.block_bytes)}, {format_bytes(geometry.token_bytes)} a token); "
+                f"the largest that fits is --max-model-len {tokens}, or raise --kv-memory"
+            )
+        logger.warning(
+            "the model allows %d tokens, the KV memory holds %d: sequences end there; raise --kv-memory for more",
+            max_model_len,
+            tokens,
+        )
+        max_model_len, reason = tokens, f"the KV memory holds {tokens:,} tokens: raise --kv-memory"
+    return Capacity(geometry=geometry, blocks=blocks, max_model_len=max_model_len, length_reason=reason)
+
+
+def build_engine(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, Capacity]:
+    """Make the pool, the attention backend and the engine for a model.
+
+    Raises:
+        ConfigError: the memory is too small, or the length does not fit it.
+    """
+    model = loaded.model
+    spec = model.spec
+    geometry = spec.geometry(config.memory.block_size)
+    device = config.model.torch_device()
+    blocks = pool_blocks(config.memory, geometry, device)
+    capacity = plan_capacity(loaded, config, blocks, geometry)
+    store = KVStore(geometry, blocks + 1, device)
+    runner = ModelRunner(model, store, attention_backend("auto", store))
+    keyspace = KeySpace(
+        model=spec.fingerprint,
+        rope=spec.rope,
+        kv_format=str(spec.dtype).removeprefix("torch."),
+        page_size=geometry.page_size,
+        numerics=config.numerics,
+    )
+    limits = EngineLimits(
+        max_model_len=capacity.max_model_len,
+        vocabulary=spec.vocabulary,
+        eos_token_ids=spec.eos_token_ids,
+        length_reason=capacity.length_reason,
+    )
+    logger.info("%s", capacity)
+    return Engine(config, limits, keyspace, blocks, runner), capacity

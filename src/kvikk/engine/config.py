@@ -1,0 +1,62 @@
+"""The engine's configuration: the root of the tree that command line, environment and file fill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvikk.errors import ConfigError
+from kvikk.memory import MemoryConfig
+from kvikk.models.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """How many rows and tokens one step may hold.
+
+    Args:
+        max_num_seqs: rows running at once.
+        max_num_batched_tokens: computed tokens of one step; bounds how long a running text waits for a long prompt.
+        no_progress_steps: after this many steps in a row in which nothing could be scheduled, the first waiting
+            request fails with an error.
+        admission_reserve: share of all blocks kept free for running rows when another is admitted.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 1024
+    no_progress_steps: int = 100
+    admission_reserve: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise ConfigError(f"--max-num-seqs {self.max_num_seqs} must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs}: "
+                "each running row needs a token a step; raise the one or lower the other"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine needs to know besides its model.
+
+    Args:
+        model: the model and the device.
+        scheduler: rows and tokens of a step.
+        memory: the KV pool.
+        enable_prefix_caching: keep finished blocks for requests that start alike.
+        numerics: `fast`; `exact` (bitwise the same in any batch) is not built yet and is refused.
+        seed: of the seeds that requests without one are given.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    enable_prefix_caching: bool = True
+    numerics: Literal["fast", "exact"] = "fast"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.numerics == "exact":
+            raise ConfigError("--numerics exact is not available yet: it comes with the GPU kernels; use fast")

@@ -1,0 +1,121 @@
+"""A request and its rows: what is known, what is computed, what is still to compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvikk.attention.plan import QueryRun
+from kvikk.engine.sampling_params import SamplingParams
+from kvikk.prefix import extend_keys
+from kvikk.types import BlockId, BlockKey, Position
+
+
+class FinishReason(StrEnum):
+    """Why a row ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Segment(NamedTuple):
+    """Positions `start..stop-1` of a row that are known and not computed yet."""
+
+    start: int
+    stop: int
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt and the rows that answer it."""
+
+    id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    arrival_s: float
+    rows: list[Row] = field(default_factory=list)
+    cached_tokens: int = 0
+    peak_blocks: int = 0
+
+    def note_blocks(self) -> None:
+        """Keep the largest number of distinct blocks that the rows have held together."""
+        if len(self.rows) == 1:
+            held = len(self.rows[0].blocks)
+        else:
+            held = len({block for row in self.rows for block in row.blocks})
+        self.peak_blocks = max(self.peak_blocks, held)
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One sequence of a request. Its progress is the list of segments still to compute, never a count.
+
+    A decoding row has one segment of one position, its last token. A row is waiting while it has no blocks.
+    """
+
+    request: Request
+    choice: int
+    tokens: list[int]
+    keys: list[BlockKey]
+    """Parent of all, then the keys of the full blocks, as far as they have been needed."""
+    blocks: list[BlockId] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    is_query_only: bool = False
+    """The segment left is the last token of a prompt that was cached whole: its K and V are there already."""
+    indexed_blocks: int = 0
+    unforked: int = 1
+    """Texts that this row stands for: `n` until the first token is sampled."""
+    preemptions: int = 0
+    waits_for: BlockKey | None = None
+    is_running: bool = False
+    finish_reason: FinishReason | None = None
+
+    @property
+    def id(self) -> str:
+        """For logs: request and choice."""
+        return f"{self.request.id}/{self.choice}"
+
+    @property
+    def front(self) -> int:
+        """First position not computed: everything before it is in the blocks."""
+        return self.segments[0].start if self.segments else len(self.tokens)
+
+    @property
+    def missing_tokens(self) -> int:
+        """Positions still to compute."""
+        return sum(stop - start for start, stop in self.segments)
+
+    @property
+    def generated(self) -> list[int]:
+        """Tokens after the prompt."""
+        return self.tokens[len(self.request.prompt_token_ids) :]
+
+    def append(self, token: int) -> None:
+        """A sampled token: it is what the next step computes."""
+        self.tokens.append(token)
+        self.segments = [Segment(len(self.tokens) - 1, len(self.tokens))]
+
+    def take(self, budget: int) -> list[QueryRun]:
+        """Take up to `budget` positions off the front of the segments, as runs to compute now."""
+        runs = []
+        while self.segments and budget:
+            start, stop = self.segments.pop(0)
+            cut = min(stop, start + budget)
+            budget -= cut - start
+            if cut < stop:
+                self.segments.insert(0, Segment(cut, stop))
+            runs.append(
+                QueryRun(blocks=self.blocks, start=Position(start), length=cut - start, write=not self.is_query_only)
+            )
+        self.is_query_only = False
+        return runs
+
+    def full_block_keys(self, page_size: int) -> list[BlockKey]:
+        """The keys of all full blocks of the tokens known now."""
+        full = extend_keys(self.keys, self.tokens, page_size)
+        return self.keys[1 : full + 1]

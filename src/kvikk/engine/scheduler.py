@@ -1,0 +1,236 @@
+"""Who computes what in the next step, and whose memory pays for it."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from math import ceil
+
+from kvikk.attention.plan import QueryRun
+from kvikk.engine.config import SchedulerConfig
+from kvikk.engine.request import FinishReason, Row, Segment
+from kvikk.memory import BlockPool
+from kvikk.prefix import PrefixCache
+from kvikk.types import BlockId
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """A row's part of a step: the runs it computes, and how many tokens are sampled after them (0: none)."""
+
+    row: Row
+    runs: list[QueryRun]
+    samples: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step: block copies first, then all rows' runs."""
+
+    rows: list[ScheduledRow] = field(default_factory=list)
+    copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
+    tokens: int = 0
+    preempted: int = 0
+
+    def add(self, row: Row, budget: int) -> None:
+        """Let a row compute up to `budget` tokens; it samples when nothing is missing then."""
+        runs = row.take(budget)
+        self.tokens += sum(run.length for run in runs)
+        self.rows.append(ScheduledRow(row, runs, 0 if row.segments else row.unforked))
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill: first come, first served, over blocks that may run out.
+
+    Running rows with one token to go are served first in each step, then prompts in the order of their arrival with
+    what the token budget leaves, then new rows. As a row keeps its seat while its prompt is computed, fewer rows than
+    the budget has tokens can be decoding then: neither side starves.
+
+    When memory runs out, the row that came last loses its blocks and goes back to the head of the queue; full blocks
+    stay in the prefix cache until others need the room. The first row always gets on.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, prefix: PrefixCache, page_size: int) -> None:
+        self.config = config
+        self.waiting: deque[Row] = deque()
+        self.running: list[Row] = []
+        self.preemptions = 0
+        self._pool = pool
+        self._prefix = prefix
+        self._page_size = page_size
+        self._reserve = ceil(config.admission_reserve * pool.total)
+
+    def add(self, row: Row) -> None:
+        """Queue a row."""
+        self.waiting.append(row)
+
+    def schedule(self) -> StepPlan:
+        """Plan one step, taking the blocks it needs. Every plan must be followed by `commit`, or its rows removed."""
+        plan = StepPlan()
+        for row in list(self.running):
+            if row.is_running and row.missing_tokens == 1 and self._make_tail_writable(row, plan):
+                plan.add(row, 1)
+        for row in self.running:
+            if row.missing_tokens > 1 and plan.tokens < self.config.max_num_batched_tokens:
+                plan.add(row, self.config.max_num_batched_tokens - plan.tokens)
+        if not plan.preempted:
+            self._admit(plan)
+        return plan
+
+    def commit(self, plan: StepPlan) -> None:
+        """The plan has been computed: index the blocks that became full."""
+        for scheduled in plan.rows:
+            row = scheduled.row
+            complete = row.front // self._page_size
+            if complete > row.indexed_blocks:
+                keys = row.full_block_keys(self._page_size)[row.indexed_blocks : complete]
+                for index, key in enumerate(keys, row.indexed_blocks):
+                    self._prefix.insert(key, row.blocks[index], index)
+                self._prefix.unclaim(keys, row)
+                row.indexed_blocks = complete
+
+    def fork(self, row: Row, choices: list[Row]) -> None:
+        """Rows that continue a running row: they share its blocks until they write."""
+        for choice in choices:
+            choice.blocks = list(row.blocks)
+            self._prefix.acquire(choice.blocks)
+            choice.indexed_blocks = row.indexed_blocks
+            choice.is_running = True
+        at = self.running.index(row) + 1
+        self.running[at:at] = choices
+
+    def remove(self, row: Row, reason: FinishReason) -> None:
+        """A row has ended: its blocks go back."""
+        row.finish_reason = reason
+        if row.is_running:
+            self._vacate(row)
+            self.running.remove(row)
+        elif row in self.waiting:
+            self.waiting.remove(row)
+
+    # Memory
+
+    def _make_tail_writable(self, row: Row, plan: StepPlan) -> bool:
+        """Give a row a block of its own for its last token; False when the row itself had to be preempted."""
+        if row.is_query_only:
+            return True
+        index = row.front // self._page_size
+        is_new = index == len(row.blocks)
+        if not is_new and self._pool.references(row.blocks[index]) == 1:
+            return True
+        while not self._prefix.make_room(1):
+            victim = self.running[-1]
+            self._preempt(victim)
+            plan.preempted += 1
+            if victim is row:
+                return False
+            if not is_new and self._pool.references(row.blocks[index]) == 1:
+                return True  # the one it shared the block with has gone
+        (block,) = self._pool.take(1)
+        if is_new:
+            row.blocks.append(block)
+        else:
+            shared, row.blocks[index] = row.blocks[index], block
+            plan.copies.append((shared, block))
+            self._prefix.release([shared])
+        row.request.note_blocks()
+        return True
+
+    def _preempt(self, row: Row) -> None:
+        """Take a running row's blocks; it will be computed again, as far as the prefix cache has lost it."""
+        self.preemptions += 1
+        row.preemptions += 1
+        logger.warning(
+            "preempted %s (%d times): %d computed tokens in %d blocks given up; %d free, %d cached, %d held of %d",
+            row.id, row.preemptions, len(row.tokens) - row.missing_tokens, len(row.blocks),
+            self._pool.free, self._pool.cached, self._pool.held, self._pool.total,
+        )  # fmt: skip
+        self._vacate(row)
+        self.running.remove(row)
+        self.waiting.appendleft(row)
+
+    def _vacate(self, row: Row) -> None:
+        """Return a running row to the state of a waiting one."""
+        self._prefix.unclaim(row.full_block_keys(self._page_size)[row.indexed_blocks :], row)
+        self._prefix.release(row.blocks)
+        row.blocks, row.segments = [], []
+        row.indexed_blocks = 0
+        row.is_running = row.is_query_only = False
+
+    # Admission
+
+    def _admit(self, plan: StepPlan) -> None:
+        """Start waiting rows in order, while seats, tokens and blocks last.
+
+        A row whose blocks another one is computing is passed over until these are there; a row for which memory is
+        short is not, so that small ones behind it cannot keep it waiting.
+        """
+        seats = self.config.max_num_seqs - sum(row.unforked for row in self.running)
+        for row in list(self.waiting):
+            if plan.tokens >= self.config.max_num_batched_tokens or row.unforked > seats:
+                return
+            if row.waits_for is not None and self._prefix.is_claimed([row.waits_for]):
+                continue
+            keys = row.full_block_keys(self._page_size)
+            hits = self._prefix.lookup(keys)
+            missing_keys = [key for key, hit in zip(keys, hits, strict=True) if hit is None]
+            row.waits_for = next((key for key in missing_keys if self._prefix.is_claimed([key])), None)
+            if row.waits_for is not None:
+                continue
+            if not self._start(row, hits):
+                return
+            self._prefix.claim(missing_keys, row)
+            self.waiting.remove(row)
+            seats -= row.unforked
+            plan.add(row, self.config.max_num_batched_tokens - plan.tokens)
+
+    def _start(self, row: Row, hits: list[BlockId | None]) -> bool:
+        """Give a row all the blocks its known tokens need, and its segments; False when there is no room."""
+        found = [block for block in hits if block is not None]
+        needed = ceil(len(row.tokens) / self._page_size) - len(found)
+        reserve = max(self._reserve, len(self.running)) if self.running else 0  # each may need a block soon
+        evictable = self._pool.cached - sum(self._pool.references(block) == 0 for block in found)
+        if needed + reserve > self._pool.free + evictable:
+            return False
+        self._prefix.acquire(found)
+        self._prefix.make_room(needed)
+        fresh = iter(self._pool.take(needed))
+        row.blocks = [next(fresh) if hit is None else hit for hit in hits]
+        row.blocks.extend(fresh)
+        row.segments = self._missing_segments(len(row.tokens), hits)
+        if not row.segments:  # cached whole: the last token is computed once more, for its logits only
+            row.segments = [Segment(len(row.tokens) - 1, len(row.tokens))]
+            row.is_query_only = True
+        row.is_running = True
+        self.running.append(row)
+        self._count(row)
+        row.request.note_blocks()
+        return True
+
+    def _missing_segments(self, length: int, hits: list[BlockId | None]) -> list[Segment]:
+        """The runs of positions that no hit covers."""
+        segments: list[Segment] = []
+        for index in range(ceil(length / self._page_size)):
+            if index < len(hits) and hits[index] is not None:
+                continue
+            start, stop = index * self._page_size, min((index + 1) * self._page_size, length)
+            if segments and segments[-1].stop == start:
+                segments[-1] = Segment(segments[-1].start, stop)
+            else:
+                segments.append(Segment(start, stop))
+        return segments
+
+    def _count(self, row: Row) -> None:
+        counters = self._prefix.counters
+        missing = row.missing_tokens
+        found = len(row.tokens) - missing
+        if row.preemptions:
+            counters.resumed += found
+            counters.recomputed += missing
+        else:
+            counters.queries += len(row.tokens)
+            counters.hits += found
+            row.request.cached_tokens = found

@@ -1,0 +1,227 @@
+"""An engine without a model: KV is replaced by a shadow memory in which every slot names the prefix it stands for.
+
+The simulated runner refuses to read a slot that does not hold exactly what the row would have computed, and samples
+tokens as a function of the prefix alone. So a text that came out right was computed over the right memory.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+from kvikk.engine.config import EngineConfig, SchedulerConfig
+from kvikk.engine.core import Engine, EngineLimits, EngineOutput
+from kvikk.engine.request import FinishReason, Request
+from kvikk.engine.sampler import SampledToken
+from kvikk.engine.sampling_params import SamplingParams
+from kvikk.engine.scheduler import StepPlan
+from kvikk.memory import BlockPool
+from kvikk.prefix import KeySpace
+
+PAGE = 4
+VOCABULARY = 50
+EOS = 7
+
+
+def prefix_hashes(tokens: list[int]) -> list[int]:
+    state, hashes = 17, []
+    for token in tokens:
+        state = (state * 1_000_003 + token + 1) % (2**61 - 1)
+        hashes.append(state)
+    return hashes
+
+
+def next_token(prefix_hash: int, seed: int, choice: int) -> int:
+    return ((prefix_hash * 31 + seed * 7 + choice * 13) >> 3) % VOCABULARY
+
+
+def expected_text(prompt: list[int], request: Request, choice: int, max_len: int) -> list[int]:
+    """What a row must generate, by the rules of sampling alone."""
+    tokens = list(prompt)
+    while True:
+        token = next_token(prefix_hashes(tokens)[-1], request.seed, choice)
+        tokens.append(token)
+        generated = len(tokens) - len(prompt)
+        stops = token in request.stop_ids and generated >= request.params.min_tokens
+        if stops or generated == request.params.max_tokens or len(tokens) >= max_len:
+            return tokens[len(prompt) :]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class ShadowRunner:
+    """Runs plans over the shadow memory, and fails when told to."""
+
+    def __init__(self) -> None:
+        self.pool: BlockPool | None = None
+        self.content: dict[tuple[int, int], int] = {}
+        self.fail_next = False
+        self.nan_next = False
+        self.largest_step = 0
+        self.last_plan: StepPlan | None = None
+
+    def execute(self, plan: StepPlan) -> list[list[SampledToken]]:
+        assert self.pool is not None
+        self.last_plan = plan
+        self.largest_step = max(self.largest_step, plan.tokens)
+        for source, target in plan.copies:
+            assert target != 0
+            for offset in range(PAGE):
+                self.content[target, offset] = self.content.get((source, offset), -1)
+        hashes = [prefix_hashes(s.row.tokens) for s in plan.rows]
+        written: set[tuple[int, int]] = set()
+        for scheduled, own in zip(plan.rows, hashes, strict=True):
+            assert all(a.stop <= b.start for a, b in pairwise(scheduled.runs)), "runs are in ascending order"
+            for run in scheduled.runs:
+                for position in range(run.start, run.stop) if run.write else ():
+                    block, offset = run.blocks[position // PAGE], position % PAGE
+                    assert block != 0, "the null block is never written"
+                    assert self.pool.references(block) == 1, "a shared block is never written"
+                    assert not self.pool.is_kept(block), "an indexed block is never written"
+                    assert (block, offset) not in written, "two rows write one slot"
+                    written.add((block, offset))
+                    self.content[block, offset] = -1 if self.fail_next else own[position]
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("injected")
+        results = []
+        for scheduled, own in zip(plan.rows, hashes, strict=True):
+            for run in scheduled.runs:
+                for position in range(run.stop):
+                    held = self.content[run.blocks[position // PAGE], position % PAGE]
+                    assert held == own[position], f"{scheduled.row.id} reads a wrong slot at {position}"
+            if scheduled.samples:
+                assert scheduled.runs[-1].stop == len(scheduled.row.tokens)
+            row = scheduled.row
+            choices = range(scheduled.samples) if scheduled.samples > 1 else [row.choice][: scheduled.samples]
+            results.append([SampledToken(next_token(own[-1], row.request.seed, choice)) for choice in choices])
+        if self.nan_next and any(results):
+            self.nan_next = False
+            next(tokens for tokens in results if tokens).clear()
+        return results
+
+
+class World:
+    """An engine, its shadow memory, and a record of what every request should and did get."""
+
+    def __init__(
+        self, blocks: int, *, max_len: int = 60, seqs: int = 8, budget: int = 16, caching: bool = True
+    ) -> None:
+        self.runner = ShadowRunner()
+        self.clock = Clock()
+        self.max_len = max_len
+        keyspace = KeySpace(model="toy", rope="none", kv_format="shadow", page_size=PAGE, numerics="fast")
+        self.engine = Engine(
+            EngineConfig(
+                scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget),
+                enable_prefix_caching=caching,
+            ),
+            EngineLimits(max_model_len=max_len, vocabulary=VOCABULARY, eos_token_ids=frozenset({EOS})),
+            keyspace,
+            blocks,
+            self.runner,
+            clock=self.clock,
+            seeds=random.Random(5),
+        )
+        self.runner.pool = self.engine.pool
+        self.requests: dict[str, Request] = {}
+        self.texts: dict[tuple[str, int], list[int]] = {}
+        self.ends: dict[tuple[str, int], FinishReason] = {}
+        self.finished = 0
+
+    def add(self, prompt: list[int], **options: object) -> Request:
+        request = self.engine.add(prompt, SamplingParams.from_dict(dict(options)))
+        self.requests[request.id] = request
+        return request
+
+    def abort(self, request_id: str) -> None:
+        for row in self.requests[request_id].rows:
+            self.texts.pop((request_id, row.choice), None)
+        self.engine.abort(request_id)
+        del self.requests[request_id]
+
+    def step(self, *, check: bool = True) -> list[EngineOutput]:
+        """One step, recorded and checked."""
+        self.clock.now += 0.01
+        outputs = self.engine.step()
+        for out in outputs:
+            key = (out.request.id, out.choice)
+            if out.token is not None:
+                self.texts.setdefault(key, []).append(out.token.token_id)
+            if out.finish_reason is not None:
+                self._end(out)
+        if check:
+            self.engine.check()
+        return outputs
+
+    def _end(self, out: EngineOutput) -> None:
+        key = (out.request.id, out.choice)
+        text = self.texts.pop(key, [])
+        self.ends[key] = out.finish_reason  # type: ignore[assignment]
+        self.finished += 1
+        expected = expected_text(out.request.prompt_token_ids, out.request, out.choice, self.max_len)
+        if out.finish_reason is FinishReason.ERROR:
+            assert text == expected[: len(text)]
+        else:
+            assert text == expected
+        if all(row.finish_reason for row in out.request.rows):
+            self.requests.pop(out.request.id, None)
+
+    def drain(self, limit: int = 10_000) -> None:
+        steps = 0
+        while self.engine.has_work:
+            self.step()
+            steps += 1
+            assert steps < limit, "the engine stalls"
+        pinned = self.engine.prefix.pinned
+        assert self.engine.pool.held == pinned, "all rows are gone: only pins hold blocks"
+
+
+def random_prompt(rng: random.Random, longest: int) -> list[int]:
+    """Prompts that share prefixes often: few families, then a random tail."""
+    family = rng.randrange(4)
+    shared = [(family * 11 + i * i) % VOCABULARY for i in range(rng.choice([0, 3, 8, 16, 20, 33]))]
+    tail = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(0, 12))]
+    return (shared + tail)[:longest] or [rng.randrange(VOCABULARY)]
+
+
+def random_event(world: World, rng: random.Random) -> None:
+    """One thing that could happen between two steps of a busy server."""
+    engine = world.engine
+    what = rng.random()
+    if what < 0.30 and len(world.requests) < 12:
+        n = rng.choice([1, 1, 1, 2, 3])
+        world.add(
+            random_prompt(rng, world.max_len - 1),
+            n=n,
+            max_tokens=rng.choice([1, 2, 5, 9, 30, None]),
+            min_tokens=rng.choice([0, 0, 1]),
+            ignore_eos=rng.random() < 0.3,
+            seed=rng.choice([None, 1, 2]),
+        )
+    elif what < 0.36 and world.requests:
+        world.abort(rng.choice(sorted(world.requests)))
+    elif what < 0.38:
+        engine.prefix.reset()
+    elif what < 0.44:
+        engine.prefix.evict_blocks(rng.sample(range(1, engine.pool.total + 1), k=min(5, engine.pool.total)))
+    elif what < 0.46:
+        world.runner.fail_next = True
+    elif what < 0.47:
+        world.runner.nan_next = True
+    elif what < 0.49:
+        from kvikk.errors import PinRefused
+
+        try:
+            engine.pin(rng.choice("ab"), random_prompt(rng, world.max_len - 1))
+        except PinRefused:
+            pass
+    elif what < 0.52:
+        engine.prefix.unpin(rng.choice("ab"))
+    engine.check()

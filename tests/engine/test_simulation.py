@@ -1,0 +1,219 @@
+"""The scheduler, the pool and the prefix cache together, over random histories, without a model."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from engine.simulation import PAGE, VOCABULARY, World, random_event
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvikk.engine.request import FinishReason
+
+STEPS = int(os.environ.get("KVIKK_SIMULATED_STEPS", "100000"))
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    blocks=st.integers(15, 40),
+    seqs=st.integers(1, 8),
+    budget=st.integers(8, 40),
+    caching=st.booleans(),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_history_gives_every_request_its_text_and_every_block_back(
+    seed: int, blocks: int, seqs: int, budget: int, caching: bool
+) -> None:
+    rng = random.Random(seed)
+    world = World(blocks, seqs=max(seqs, 3), budget=max(budget, seqs), caching=caching)
+    for _ in range(120):
+        random_event(world, rng)
+        world.step()
+    world.drain()
+
+
+@pytest.mark.parametrize("blocks", [15, 18, 30, 80])
+def test_a_long_run_never_stalls_and_always_checks_out(blocks: int) -> None:
+    rng = random.Random(blocks)
+    world = World(blocks)
+    for _ in range(STEPS // 4):
+        random_event(world, rng)
+        world.step()
+    world.drain()
+    engine = world.engine
+    assert world.finished > STEPS // 100
+    assert engine.prefix.counters.hits > 0
+    assert engine.prefix.counters.evicted_blocks > 0
+    assert world.runner.largest_step <= 16
+    if blocks < 30:
+        assert engine.scheduler.preemptions > 0
+        assert engine.prefix.counters.recomputed > 0
+
+
+def prompt_of(length: int, family: int = 0) -> list[int]:
+    return [(family * 7 + i * 3) % VOCABULARY for i in range(length)]
+
+
+def computed(world: World) -> int:
+    return world.engine.computed_tokens
+
+
+def test_a_repeated_prompt_hits_all_its_full_blocks_and_computes_the_rest() -> None:
+    world = World(40)
+    for tail, cached in [(3, 4 * PAGE), (0, 4 * PAGE - 1)]:
+        prompt = prompt_of(4 * PAGE + tail, family=tail)
+        world.add(prompt, max_tokens=1)
+        world.drain()
+        before = computed(world)
+        request = world.add(prompt, max_tokens=1)
+        world.drain()
+        assert request.cached_tokens == cached
+        assert computed(world) - before == len(prompt) - cached
+
+
+def test_a_batch_over_one_document_computes_it_once() -> None:
+    world = World(60, budget=8)
+    document = prompt_of(8 * PAGE)
+    for question in range(3):
+        world.add([*document, question, question + 1], max_tokens=3, ignore_eos=True)
+    world.drain()
+    assert computed(world) == 8 * PAGE + 3 * 2 + 3 * 2  # document once, questions, two decode steps each
+
+
+def test_a_waiting_row_takes_over_when_the_one_that_computes_its_blocks_is_aborted() -> None:
+    world = World(60, budget=8)
+    document = prompt_of(8 * PAGE)
+    first = world.add([*document, 1], max_tokens=3)
+    world.add([*document, 2], max_tokens=3)
+    world.step()
+    assert len(world.engine.scheduler.running) == 1
+    world.abort(first.id)
+    world.drain()
+    assert FinishReason.ERROR not in world.ends.values()
+
+
+def test_holes_are_computed_and_what_lies_behind_them_is_hit() -> None:
+    world = World(40, max_len=90)
+    prompt = prompt_of(10 * PAGE)
+    world.add(prompt, max_tokens=1)
+    world.drain()
+    keys = world.engine._keyspace.root("")
+    from kvikk.prefix import extend_keys
+
+    chain = [keys]
+    extend_keys(chain, prompt, PAGE)
+    blocks = world.engine.prefix.lookup(chain[1:])
+    assert world.engine.prefix.evict_blocks([blocks[3], blocks[4], blocks[8]]) == 3  # type: ignore[list-item]
+    request = world.add(prompt, max_tokens=1)
+    world.drain()
+    assert request.cached_tokens == 7 * PAGE
+    scheduled = world.runner.last_plan.rows[0]  # type: ignore[union-attr]
+    assert [(run.start, run.stop) for run in scheduled.runs] == [(3 * PAGE, 5 * PAGE), (8 * PAGE, 9 * PAGE)] or [
+        (run.start, run.stop) for run in scheduled.runs
+    ][-1] == (len(prompt) - 1, len(prompt))
+
+
+def test_forks_share_the_prompt_and_copy_only_the_tail_they_write() -> None:
+    world = World(40)
+    prompt = prompt_of(5 * PAGE + 1)
+    request = world.add(prompt, n=3, max_tokens=2, ignore_eos=True)
+    while not world.texts:
+        world.step()
+    world.step()
+    assert len(world.runner.last_plan.copies) == 2  # type: ignore[union-attr]
+    world.drain()
+    assert request.peak_blocks == 5 + 3
+
+
+def test_a_preempted_row_resumes_with_the_same_text_and_counts_apart() -> None:
+    world = World(16, max_len=60)
+    for family in range(4):
+        world.add(prompt_of(10, family), max_tokens=40, ignore_eos=True)
+    world.drain()
+    counters = world.engine.prefix.counters
+    assert world.engine.scheduler.preemptions > 0
+    assert counters.resumed + counters.recomputed > 0
+    assert counters.queries == 40
+
+
+def test_decoding_goes_on_in_every_step_while_a_long_prompt_is_computed() -> None:
+    world = World(60, max_len=120, budget=8)
+    talker = world.add(prompt_of(3), max_tokens=30, ignore_eos=True)
+    world.step()
+    world.add(prompt_of(100, 1), max_tokens=1)
+    for _ in range(10):
+        outputs = world.step()
+        assert talker in [out.request for out in outputs]
+        assert world.runner.last_plan.tokens == 8  # type: ignore[union-attr]
+
+
+def test_a_prompt_gets_on_while_all_other_seats_decode() -> None:
+    world = World(80, max_len=60, seqs=4, budget=4)
+    for family in range(3):
+        world.add(prompt_of(2, family), max_tokens=50, ignore_eos=True)
+    for _ in range(4):
+        world.step()
+    late = world.add(prompt_of(20, 9), max_tokens=1)
+    for _ in range(25):
+        world.step()
+    assert late.id not in world.requests
+
+
+def test_a_request_that_can_never_get_memory_fails_and_the_others_run_on() -> None:
+    world = World(20)
+    thief = world.engine.pool.take(18)
+    world.add(prompt_of(40), max_tokens=1)
+    world.add(prompt_of(3, 1), max_tokens=1)
+    for _ in range(150):
+        world.step(check=False)
+    assert list(world.ends.values()) == [FinishReason.ERROR, FinishReason.LENGTH]
+    world.engine.prefix.release(thief)
+    world.engine.check()
+
+
+def test_a_failed_step_ends_its_requests_and_returns_their_blocks() -> None:
+    world = World(40)
+    world.add(prompt_of(10), max_tokens=5)
+    world.runner.fail_next = True
+    (out,) = world.step()
+    assert out.finish_reason is FinishReason.ERROR
+    assert world.engine.pool.held == 0
+    world.add(prompt_of(10), max_tokens=5)
+    world.drain()
+
+
+def test_pins_survive_pressure_and_never_take_the_room_of_the_longest_request() -> None:
+    world = World(30, max_len=60)
+    prompt = prompt_of(9 * PAGE)
+    world.add(prompt, max_tokens=1)
+    world.drain()
+    assert world.engine.pin("system", prompt) == 9
+    for family in range(1, 12):
+        world.add(prompt_of(55, family), max_tokens=4)
+    world.drain()
+    request = world.add(prompt, max_tokens=1)
+    world.drain()
+    assert request.cached_tokens == 9 * PAGE - 1
+    from kvikk.errors import PinRefused
+
+    other = prompt_of(14 * PAGE, 3)
+    world.add(other, max_tokens=1)
+    world.drain()
+    with pytest.raises(PinRefused, match="the limit is 15"):
+        world.engine.pin("too much", other)
+    world.engine.check()
+    assert world.engine.prefix.unpin("system")
+
+
+def test_salts_keep_tenants_apart() -> None:
+    world = World(40)
+    from kvikk.engine.sampling_params import SamplingParams
+
+    prompt = prompt_of(5 * PAGE)
+    for salt, cached in [("a", 0), ("b", 0), ("a", 5 * PAGE - 1)]:
+        request = world.engine.add(prompt, SamplingParams(max_tokens=1), salt=salt)
+        while world.engine.has_work:
+            world.engine.step()
+        assert request.cached_tokens == cached
