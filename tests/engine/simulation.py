@@ -7,6 +7,7 @@ tokens as a function of the prefix alone. So a text that came out right was comp
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from itertools import pairwise
 
 from kvikk.engine.config import EngineConfig, SchedulerConfig
@@ -15,6 +16,7 @@ from kvikk.engine.request import FinishReason, Request
 from kvikk.engine.sampler import SampledToken
 from kvikk.engine.sampling_params import SamplingParams
 from kvikk.engine.scheduler import StepPlan
+from kvikk.errors import PinRefused
 from kvikk.memory import BlockPool
 from kvikk.prefix import KeySpace
 
@@ -216,12 +218,8 @@ def random_event(world: World, rng: random.Random) -> None:
     elif what < 0.47:
         world.runner.nan_next = True
     elif what < 0.49:
-        from kvikk.errors import PinRefused
-
-        try:
+        with suppress(PinRefused):
             engine.pin(rng.choice("ab"), random_prompt(rng, world.max_len - 1))
-        except PinRefused:
-            pass
     elif what < 0.52:
         engine.prefix.unpin(rng.choice("ab"))
     engine.check()

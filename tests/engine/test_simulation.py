@@ -6,10 +6,10 @@ import os
 import random
 
 import pytest
-from engine.simulation import PAGE, VOCABULARY, World, random_event
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.simulation import PAGE, VOCABULARY, World, random_event
 from kvikk.engine.request import FinishReason
 
 STEPS = int(os.environ.get("KVIKK_SIMULATED_STEPS", "100000"))

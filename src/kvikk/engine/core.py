@@ -145,7 +145,8 @@ class Engine:
         prompt = self._checked_prompt(prompt_token_ids)
         if params.n > self._config.scheduler.max_num_seqs:
             raise InvalidRequest(
-                f"n is {params.n}, at most --max-num-seqs {self._config.scheduler.max_num_seqs} texts are written at once"
+                f"n is {params.n}, at most --max-num-seqs {self._config.scheduler.max_num_seqs} texts are written "
+                "at once: ask for fewer, or raise it"
             )
         if request_id is None:
             request_id = next(name for i in self._ids if (name := f"request-{i}") not in self._requests)
@@ -222,12 +223,13 @@ class Engine:
                 raise InvalidRequest(f"token id {token!r} is not a whole number")
             if not 0 <= token < self.limits.vocabulary:
                 raise InvalidRequest(
-                    f"token id {token} is outside the model's vocabulary: ids lie between 0 and {self.limits.vocabulary - 1}"
+                    f"token id {token} is outside the model's vocabulary: ids lie between 0 and "
+                    f"{self.limits.vocabulary - 1}"
                 )
         if len(prompt) >= self.limits.max_model_len:
             raise PromptTooLong(
-                f"the prompt has {len(prompt):,} tokens, at most {self.limits.max_model_len - 1:,} leave room for an answer "
-                f"({self.limits.length_reason})"
+                f"the prompt has {len(prompt):,} tokens, at most {self.limits.max_model_len - 1:,} leave room for an "
+                f"answer ({self.limits.length_reason})"
             )
         return prompt
 
@@ -286,9 +288,9 @@ class Engine:
             self._fail(
                 row,
                 StepFailed(
-                    f"no progress in {self._config.scheduler.no_progress_steps} steps: {len(row.tokens)} tokens wait for "
-                    f"memory, {self.pool.free} blocks are free, {self.pool.cached} cached, {self.pool.held} held of "
-                    f"{self.pool.total}"
+                    f"no progress in {self._config.scheduler.no_progress_steps} steps: {len(row.tokens)} tokens wait "
+                    f"for memory, {self.pool.free} blocks are free, {self.pool.cached} cached, {self.pool.held} held "
+                    f"of {self.pool.total}"
                 ),
             )
         ]

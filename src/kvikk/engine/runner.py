@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvikk.attention import AttentionBackend, PagedStep
+from kvikk.attention import AttentionBackend
 from kvikk.engine.sampler import SampledToken, SamplingTask, sample
 from kvikk.engine.scheduler import ScheduledRow, StepPlan
 from kvikk.memory import KVStore
@@ -43,7 +43,7 @@ class ModelRunner:
         logits = self.model.forward(
             torch.tensor(token_ids, device=device),
             torch.tensor(positions, device=device),
-            PagedStep(self.backend, self.backend.plan(runs), self.store),
+            self.backend.begin(self.backend.plan(runs)),
             torch.tensor(logits_at, dtype=torch.int64, device=device),
         )
         return self._sample(plan.rows, logits)

@@ -23,7 +23,7 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token and, when asked for, the log-probabilities of the likeliest ones and of itself (last when not among them)."""
+    """A token and, when asked for, the log-probabilities of the likeliest tokens and of itself, where it is not one."""
 
     token_id: int
     logprobs: tuple[Logprob, ...] | None = None

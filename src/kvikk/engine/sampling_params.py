@@ -119,8 +119,8 @@ class SamplingParams:
         return tuple(stop)
 
     def _checked_stop_ids(self) -> tuple[int, ...]:
-        ids = self.stop_token_ids
-        if isinstance(ids, str) or not isinstance(ids, Sequence):
+        ids: Any = self.stop_token_ids  # from outside: its type is checked here
+        if not isinstance(ids, list | tuple | set | frozenset | range):
             raise InvalidRequest(f"stop_token_ids is {ids!r}: it must be a list of token ids")
         for token in ids:
             self._whole("stop_token_ids", token, 0, 2**31 - 1)

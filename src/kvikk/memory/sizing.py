@@ -96,7 +96,7 @@ def pool_blocks(config: MemoryConfig, geometry: KVGeometry, device: torch.device
     blocks = size_bytes // geometry.block_bytes - 1
     if blocks < 1:
         raise ConfigError(
-            f"{asked} leaves {format_bytes(max(size_bytes, 0))} for KV, and a block of {geometry.page_size} tokens takes "
+            f"{asked} leaves {format_bytes(max(size_bytes, 0))} for KV, a block of {geometry.page_size} tokens takes "
             f"{format_bytes(geometry.block_bytes)}: at least {format_bytes(2 * geometry.block_bytes)} are needed"
         )
     return blocks

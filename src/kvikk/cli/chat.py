@@ -1,0 +1,69 @@
+"""`kvikk chat`: a conversation in the terminal, whose history stays in the prefix cache."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from kvikk.cli.arguments import (
+    add_engine_arguments,
+    add_logging_argument,
+    add_sampling_arguments,
+    engine_options,
+    sampling_params,
+)
+
+HELP = "/reset forgets the conversation, /exit or Ctrl-D ends"
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser("chat", help="talk with the model", allow_abbrev=False)
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    add_sampling_arguments(parser)
+    add_engine_arguments(parser)
+    add_logging_argument(parser)
+    parser.set_defaults(run=run, max_tokens="512")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Run the command."""
+    params = sampling_params(parsed)
+    options = engine_options(parsed)
+
+    from kvikk.errors import KvikkError
+    from kvikk.llm import LLM
+
+    llm = LLM(**options)
+    start = [{"role": "system", "content": parsed.system}] if parsed.system else []
+    messages = list(start)
+    print(HELP, file=sys.stderr)
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return 0
+        if line == "/exit":
+            return 0
+        if line == "/reset":
+            messages = list(start)
+            continue
+        if not line:
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            answer = ""
+            for delta in llm.stream(llm.render(messages), params):
+                answer += delta.text if delta.index == 0 else ""
+                print(delta.text if delta.index == 0 else "", end="", flush=True)
+                if delta.output is not None:
+                    usage = delta.output.usage
+                    note = f"[{usage['prompt_tokens']} prompt tokens, {usage['cached_tokens']} of them cached]"
+                    print(f"\n{note}", file=sys.stderr)
+            messages.append({"role": "assistant", "content": answer})
+        except KvikkError as error:  # a conversation that got too long is not the end of the program
+            print(f"kvikk: error: {error}", file=sys.stderr)
+            messages.pop()
+        except KeyboardInterrupt:
+            print()
+            messages.pop()

@@ -1,0 +1,150 @@
+"""`kvikk demo`: three questions over one long real document in one batch, then a follow-up that finds it cached."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from pydoc_data.topics import topics
+from typing import TYPE_CHECKING, Any
+
+from kvikk.cli.arguments import add_engine_arguments, add_logging_argument, engine_options
+
+if TYPE_CHECKING:
+    from kvikk.llm import LLM, RequestOutput, StreamDelta
+
+DOCUMENT_TOPIC = "compound"
+DOCUMENT_TOKENS = 6500
+QUESTIONS = (
+    "What does the `finally` clause of a `try` statement do?",
+    "In one sentence, what is the `with` statement for?",
+    "How does a `for` loop end early?",
+)
+FOLLOW_UP = "And what does `else` mean after a loop?"
+ANSWER_TOKENS = 64
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser("demo", help="questions over a long document, computed once", allow_abbrev=False)
+    add_engine_arguments(parser)
+    add_logging_argument(parser)
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Run the command."""
+    from rich.console import Console
+
+    from kvikk.engine import SamplingParams
+    from kvikk.llm import LLM
+
+    console = Console(highlight=False, soft_wrap=True)
+    llm = LLM(**engine_options(parsed))
+    console.print(f"[bold]{llm.loaded.model.spec.name}[/bold]: {llm.capacity}", markup=True)
+    document, tokens = long_document(llm.get_tokenizer(), min(DOCUMENT_TOKENS, llm.capacity.max_model_len * 3 // 4))
+    console.print(f"The document: {tokens:,} tokens of Python's language reference.\n")
+    params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
+    conversations = [conversation(document, question) for question in QUESTIONS]
+    rows = [ask(llm, console, "three questions, one batch", conversations, params)]
+    first_answer = rows[0].outputs[0].outputs[0].text
+    follow_up = [
+        *conversations[0],
+        {"role": "assistant", "content": first_answer},
+        {"role": "user", "content": FOLLOW_UP},
+    ]
+    rows.append(ask(llm, console, "a follow-up to the first", [follow_up], params))
+    console.print(table(rows))
+    llm.engine.check()
+    console.print(
+        f"pool check: free + held + cached = total, every block accounted for ({llm.engine.pool.total:,} blocks)"
+    )
+    return 0
+
+
+def long_document(tokenizer: Any, tokens: int) -> tuple[str, int]:
+    """The first `tokens` tokens of the language reference on compound statements, which Python itself carries."""
+    ids = tokenizer(topics[DOCUMENT_TOPIC], add_special_tokens=False).input_ids[:tokens]
+    return tokenizer.decode(ids), len(ids)
+
+
+def conversation(document: str, question: str) -> list[dict[str, str]]:
+    """A question about a document: the document first, so that questions share it."""
+    return [
+        {"role": "system", "content": "You answer questions about a document, briefly and from the document only."},
+        {"role": "user", "content": f"{document}\n\nQuestion: {question}"},
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One batch that was answered, and what it cost."""
+
+    name: str
+    outputs: list[RequestOutput]
+    computed_tokens: int
+    seconds: float
+    blocks_held: int
+    blocks_cached: int
+
+    def count(self, usage: str) -> int:
+        """A usage figure over all requests."""
+        return sum(output.usage[usage] for output in self.outputs)
+
+
+def ask(llm: LLM, console: Any, name: str, conversations: list[list[dict[str, str]]], params: Any) -> Asked:
+    """Answer a batch, streaming the first answer; the others follow whole."""
+    console.print(f"[bold]{name}[/bold]")
+    before = llm.engine.computed_tokens
+    outputs: dict[int, RequestOutput] = {}
+    peak_held = 0
+    started = time.monotonic()
+    console.print(f"[cyan]Q: {_question(conversations[0])}[/cyan]\nA: ", end="")
+    for delta in llm.stream(llm.render(conversations), params):
+        peak_held = max(peak_held, llm.engine.pool.held)
+        _show(delta, console)
+        if delta.output is not None:
+            outputs[delta.prompt_index] = delta.output
+    seconds = time.monotonic() - started
+    console.print()
+    for index in range(1, len(conversations)):
+        console.print(f"[cyan]Q: {_question(conversations[index])}[/cyan]")
+        console.print(f"A: {outputs[index].outputs[0].text}", markup=False)
+    console.print()
+    return Asked(
+        name=name,
+        outputs=[outputs[index] for index in range(len(conversations))],
+        computed_tokens=llm.engine.computed_tokens - before,
+        seconds=seconds,
+        blocks_held=peak_held,
+        blocks_cached=llm.engine.pool.cached,
+    )
+
+
+def _show(delta: StreamDelta, console: Any) -> None:
+    if delta.prompt_index == 0:
+        console.print(delta.text, end="", markup=False)
+
+
+def _question(messages: list[dict[str, str]]) -> str:
+    return messages[-1]["content"].rpartition("Question: ")[2]
+
+
+def table(rows: list[Asked]) -> Any:
+    """What the batches cost, for a terminal."""
+    from rich.table import Table
+
+    result = Table(title="What the KV memory did")
+    result.add_column("batch")
+    columns = (
+        "prompt tokens", "computed", "cached", "generated", "blocks held (peak)", "blocks cached after",
+        "seconds", "tokens computed/s",
+    )  # fmt: skip
+    for column in columns:
+        result.add_column(column, justify="right")
+    for row in rows:
+        prompt, cached = row.count("prompt_tokens"), row.count("cached_tokens")
+        counts = (prompt, prompt - cached, cached, row.count("completion_tokens"), row.blocks_held, row.blocks_cached)
+        rate = row.computed_tokens / row.seconds
+        result.add_row(row.name, *(f"{count:,}" for count in counts), f"{row.seconds:.1f}", f"{rate:,.0f}")
+    return result
