@@ -82,20 +82,36 @@ class Asked:
 
     name: str
     outputs: list[RequestOutput]
-    computed_tokens: int
     seconds: float
     blocks_held: int
     blocks_cached: int
 
-    def count(self, usage: str) -> int:
-        """A usage figure over all requests."""
-        return sum(output.usage[usage] for output in self.outputs)
+    def figures(self) -> list[tuple[str, str]]:
+        """What the table shows, as (name, value)."""
+        prompt, cached, generated = (
+            sum(output.usage[name] for output in self.outputs)
+            for name in ("prompt_tokens", "cached_tokens", "completion_tokens")
+        )
+        until_text = max(output.first_token_s or 0.0 for output in self.outputs)
+        return [
+            ("prompt tokens", f"{prompt:,}"),
+            ("  found cached", f"{cached:,}"),
+            ("  computed", f"{prompt - cached:,}"),
+            ("generated tokens", f"{generated:,}"),
+            ("blocks held at the peak", f"{self.blocks_held:,}"),
+            ("blocks cached afterwards", f"{self.blocks_cached:,}"),
+            ("seconds until all answers began", f"{until_text:.2f}"),
+            ("prompt tokens computed / s", f"{(prompt - cached) / until_text:,.0f}"),
+            (
+                "generated tokens / s then",
+                f"{(generated - len(self.outputs)) / (self.seconds - until_text):,.1f}",
+            ),
+        ]
 
 
 def ask(llm: LLM, console: Any, name: str, conversations: list[list[dict[str, str]]], params: Any) -> Asked:
     """Answer a batch, streaming the first answer; the others follow whole."""
     console.print(f"[bold]{name}[/bold]")
-    before = llm.engine.computed_tokens
     outputs: dict[int, RequestOutput] = {}
     peak_held = 0
     started = time.monotonic()
@@ -114,7 +130,6 @@ def ask(llm: LLM, console: Any, name: str, conversations: list[list[dict[str, st
     return Asked(
         name=name,
         outputs=[outputs[index] for index in range(len(conversations))],
-        computed_tokens=llm.engine.computed_tokens - before,
         seconds=seconds,
         blocks_held=peak_held,
         blocks_cached=llm.engine.pool.cached,
@@ -130,21 +145,14 @@ def _question(messages: list[dict[str, str]]) -> str:
     return messages[-1]["content"].rpartition("Question: ")[2]
 
 
-def table(rows: list[Asked]) -> Any:
+def table(batches: list[Asked]) -> Any:
     """What the batches cost, for a terminal."""
     from rich.table import Table
 
     result = Table(title="What the KV memory did")
-    result.add_column("batch")
-    columns = (
-        "prompt tokens", "computed", "cached", "generated", "blocks held (peak)", "blocks cached after",
-        "seconds", "tokens computed/s",
-    )  # fmt: skip
-    for column in columns:
-        result.add_column(column, justify="right")
-    for row in rows:
-        prompt, cached = row.count("prompt_tokens"), row.count("cached_tokens")
-        counts = (prompt, prompt - cached, cached, row.count("completion_tokens"), row.blocks_held, row.blocks_cached)
-        rate = row.computed_tokens / row.seconds
-        result.add_row(row.name, *(f"{count:,}" for count in counts), f"{row.seconds:.1f}", f"{rate:,.0f}")
+    result.add_column("")
+    for batch in batches:
+        result.add_column(batch.name, justify="right")
+    for figures in zip(*(batch.figures() for batch in batches), strict=True):
+        result.add_row(figures[0][0], *(value for _, value in figures))
     return result

@@ -1,0 +1,183 @@
+"""Several query positions of a run: tiles of queries against packed tiles of keys, with a running softmax.
+
+Keys and values are packed once for a tile of queries, into the layout that the register blocks want. All tiles of
+keys begin at multiples of `KEY_TILE`, and a tile that a row cannot see leaves it as it is, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from kvikk.attention.cpu import table as t
+from kvikk.attention.cpu.products import FLOOR, ROWS, softmax_row, tile_1, tile_4, tile_fresh
+from kvikk.attention.cpu.table import LOG2E, OPTIONS, bias_address, finish, slot_address
+from kvikk.attention.cpu.vector import (
+    bias_row,
+    get_f32,
+    get_i64,
+    half32,
+    is_paired,
+    move,
+    move32,
+    set_f32,
+    widen_one,
+    widen_row,
+    zero,
+    zip_rows,
+)
+
+KEY_TILE = 128
+"""Keys of one tile. Fixed, so that a result does not depend on how a prompt was cut into runs."""
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _pack_keys(mark: Any, table: int, run: int, head: int, first: int, slots: int, target: int, size: int) -> None:
+    """Turn a tile of keys on its side: word w of slot s goes to row w, column s."""
+    dim, page = get_i64(table, t.HEAD_DIM), get_i64(table, t.PAGE)
+    k = np.int64(0)
+    for s in range(slots):
+        if s == 0 or (first + s) % page == 0:
+            k = slot_address(table, run, head, first + s, size)
+        if is_paired(mark):
+            for w in range(dim // 2):
+                move32(target + (w * KEY_TILE + s) * 4, k + w * 4)
+            if dim % 2:
+                half32(target + (dim // 2 * KEY_TILE + s) * 4, k + (dim - 1) * 2)
+        else:
+            for w in range(dim):
+                widen_one(mark, target + (w * KEY_TILE + s) * 4, k + w * size)
+        k += dim * size
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _pack_values(
+    mark: Any, table: int, run: int, head: int, first: int, slots: int, target: int, blank: int, size: int
+) -> None:
+    """Copy a tile of values: two slots zipped into each row of pairs, or one fp32 row for each slot."""
+    dim, page = get_i64(table, t.HEAD_DIM), get_i64(table, t.PAGE)
+    row_bytes = (dim + 15) // 16 * 64
+    step = 2 if is_paired(mark) else 1
+    for s in range(0, slots, step):
+        a = slot_address(table, run, head, first + s, size) + page * dim * size
+        if is_paired(mark):
+            b = blank
+            if s + 1 < slots:
+                b = slot_address(table, run, head, first + s + 1, size) + page * dim * size
+            zip_rows(target + s // 2 * row_bytes, a, b, dim)
+        else:
+            widen_row(mark, target + s * row_bytes, a, dim)
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def attend_tile(mark: Any, table: int, scratch: int, item: int, size: int) -> None:
+    """Several query positions of a run, for the query heads of one KV head: a row for each position and head."""
+    run, head, first, last = get_i64(item, 0), get_i64(item, 1), get_i64(item, 2), get_i64(item, 3)
+    dim, q_heads = get_i64(table, t.HEAD_DIM), get_i64(table, t.Q_HEADS)
+    group = q_heads // get_i64(table, t.KV_HEADS)
+    rows = (last - first) * group
+    padded_rows = (rows + ROWS - 1) // ROWS * ROWS
+    words = (dim + 1) // 2 if is_paired(mark) else dim
+    width = (dim + 15) // 16 * 16
+    depth_step = 2 if is_paired(mark) else 1
+    scale = get_f32(table + 8 * t.SCALE, 0) * LOG2E
+    bias = bias_address(table, run, head)
+
+    # Scratch, in this order: packed values and keys, logits, weights, factors, a blank row, queries, sums, states.
+    packed_v = scratch
+    packed_k = packed_v + KEY_TILE * width * 4
+    logits = packed_k + KEY_TILE * words * 4
+    weights = logits + ROWS * KEY_TILE * 4
+    factors = weights + ROWS * KEY_TILE * 4
+    blank = factors + 64
+    sums = blank + width * 4
+    queries = sums + padded_rows * width * 4
+    states = queries + padded_rows * words * 4
+    zero(blank, width * 4)
+    zero(sums, padded_rows * (width + words) * 4)
+    token = get_i64(get_i64(table, t.OFFSETS), run) + first - get_i64(get_i64(table, t.STARTS), run)
+    q = get_i64(table, t.Q) + token * get_i64(table, t.Q_TOKEN) + head * group * get_i64(table, t.Q_HEAD)
+    for row in range(rows):
+        source = q + row // group * get_i64(table, t.Q_TOKEN) + row % group * get_i64(table, t.Q_HEAD)
+        if is_paired(mark):
+            move(queries + row * words * 4, source, dim * size)
+        else:
+            for d in range(dim):
+                widen_one(mark, queries + (row * words + d) * 4, source + d * size)
+    for row in range(padded_rows):
+        set_f32(states, 2 * row, np.float32(FLOOR))
+        set_f32(states, 2 * row + 1, np.float32(0))
+
+    for tile in range(0, last, KEY_TILE):
+        slots = min(KEY_TILE, last - tile)
+        _pack_keys(mark, table, run, head, tile, slots, packed_k, size)
+        _pack_values(mark, table, run, head, tile, slots, packed_v, blank, size)
+        for block in range(0, padded_rows, ROWS):
+            seen = min(slots, first + min(block + ROWS - 1, rows - 1) // group + 1 - tile)
+            if seen <= 0:
+                continue
+            for column in range(0, seen, 64):
+                tile_fresh(
+                    mark,
+                    queries + block * words * 4,
+                    words * 4,
+                    packed_k + column * 4,
+                    KEY_TILE * 4,
+                    words,
+                    logits + column * 4,
+                    KEY_TILE * 4,
+                    0,
+                )
+            for r in range(ROWS):
+                row = min(block + r, rows - 1)
+                live = max(0, min(slots, first + row // group + 1 - tile))
+                at = logits + r * KEY_TILE * 4
+                factor = scale
+                if bias != 0:
+                    bias_row(at, bias + tile * 4, live, scale, LOG2E)
+                    factor = np.float32(1)
+                shrink = softmax_row(
+                    mark, at, weights + r * KEY_TILE * 4, live, (seen + 15) // 16 * 16, factor, states + (block + r) * 8
+                )
+                set_f32(factors, r, shrink)
+            depth = (seen + depth_step - 1) // depth_step
+            column = 0
+            while column + 64 <= width:
+                tile_4(
+                    mark,
+                    weights,
+                    KEY_TILE * 4,
+                    packed_v + column * 4,
+                    width * 4,
+                    depth,
+                    sums + (block * width + column) * 4,
+                    width * 4,
+                    factors,
+                )
+                column += 64
+            while column < width:
+                tile_1(
+                    mark,
+                    weights,
+                    KEY_TILE * 4,
+                    packed_v + column * 4,
+                    width * 4,
+                    depth,
+                    sums + (block * width + column) * 4,
+                    width * 4,
+                    factors,
+                )
+                column += 16
+    for row in range(rows):
+        finish(
+            mark,
+            table,
+            token + row // group,
+            head * group + row % group,
+            sums + row * width * 4,
+            get_f32(states, 2 * row),
+            get_f32(states, 2 * row + 1),
+            size,
+        )

@@ -1,0 +1,174 @@
+"""Attention over pages in plain PyTorch, on any device: the twin that every kernel is tested against.
+
+Only live slots are ever read, maths is in fp32 whatever the storage is, and each run is computed by itself, so
+that its result cannot depend on the other runs of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvikk.attention.plan import QueryRun, Schedule, plan_step
+from kvikk.memory.storage import KVStore
+
+_QUERY_TILE = 256
+"""Queries whose logits exist at one time: bounds memory, changes no value."""
+
+
+def attend_dense(
+    q: Tensor, k: Tensor, v: Tensor, *, start: int, scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of consecutive queries over the whole KV of their row.
+
+    Args:
+        q: `[queries, q_heads, head_dim]`, the queries at positions `start` and on.
+        k: `[kv_heads, slots, head_dim]`, `slots >= start + queries`.
+        v: `[kv_heads, slots, head_dim]`.
+        start: position of the first query.
+        scale: factor on `q @ k`.
+        bias: `[kv_heads, >= slots]`, added to the logits.
+
+    Returns:
+        Output `[queries, q_heads, head_dim]` and log-sum-exp `[queries, q_heads]`, both fp32; a query all of whose
+        slots are biased by -inf gives (0, -inf).
+    """
+    queries, q_heads, head_dim = q.shape
+    kv_heads = k.shape[0]
+    if q_heads % kv_heads:
+        raise ValueError(f"{q_heads} query heads cannot share {kv_heads} KV heads evenly: check the model's config")
+    if bias is not None and bias.shape[0] != kv_heads:
+        raise ValueError(f"the bias is for {bias.shape[0]} KV heads, the layer has {kv_heads}")
+    group = q_heads // kv_heads
+    out = torch.empty((queries, q_heads, head_dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty((queries, q_heads), dtype=torch.float32, device=q.device)
+    for first in range(0, queries, _QUERY_TILE):
+        tile = q[first : first + _QUERY_TILE].float()
+        n, seen = tile.shape[0], start + min(first + _QUERY_TILE, queries)
+        # The group is folded into the query axis: [kv_heads, n * group, head_dim].
+        folded = tile.view(n, kv_heads, group, head_dim).permute(1, 0, 2, 3).reshape(kv_heads, n * group, head_dim)
+        logits = torch.matmul(folded, k[:, :seen].float().transpose(1, 2)) * scale
+        logits = logits.view(kv_heads, n, group, seen)
+        if bias is not None:
+            logits = logits + bias[:, None, None, :seen].to(logits)
+        position = torch.arange(start + first, start + first + n, device=q.device)
+        hidden = torch.arange(seen, device=q.device)[None, :] > position[:, None]
+        logits = logits.masked_fill(hidden[None, :, None, :], float("-inf"))
+        total = torch.logsumexp(logits, dim=-1, keepdim=True)
+        weights = torch.exp(logits - total.masked_fill(total == float("-inf"), 0.0))
+        part = torch.matmul(weights.view(kv_heads, n * group, seen), v[:, :seen].float())
+        part = part.view(kv_heads, n, group, head_dim).permute(1, 0, 2, 3)
+        out[first : first + n] = part.reshape(n, q_heads, head_dim)
+        lse[first : first + n] = total.squeeze(-1).permute(1, 0, 2).reshape(n, q_heads)
+    return out, lse
+
+
+def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Join attention over disjoint sets of slots into attention over their union.
+
+    Parts are summed in the order given. A part that saw nothing is (0, -inf); when all parts are, so is the result.
+
+    Args:
+        outs: `[..., head_dim]` each.
+        lses: `[...]` each, natural log.
+
+    Returns:
+        `[..., head_dim]` and `[...]`, both fp32.
+    """
+    lse = torch.stack([part.float() for part in lses])
+    top = lse.amax(dim=0)
+    top = torch.where(top == float("-inf"), torch.zeros_like(top), top)
+    weights = torch.exp(lse - top)
+    total = weights.sum(dim=0)
+    share = weights / torch.where(total == 0, torch.ones_like(total), total)
+    out = torch.zeros_like(outs[0], dtype=torch.float32)
+    for part, factor in zip(outs, share, strict=True):
+        out += part.float() * factor.unsqueeze(-1)
+    return out, torch.log(total) + top
+
+
+def read_row(store: KVStore, layer: int, table: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """Gather one row's K and V of a layer, `[kv_heads, slots, head_dim]` each.
+
+    Args:
+        store: the pool.
+        layer: which layer.
+        table: `[blocks]` int64 on the pool's device, at least as many as hold `slots`.
+        slots: live slots: what lies beyond is not returned.
+    """
+    pages = store.layer(layer)[table]  # [blocks, kv_heads, 2, page_size, head_dim]
+    kv = pages.permute(2, 1, 0, 3, 4).flatten(2, 3)  # [2, kv_heads, blocks * page_size, head_dim]
+    return kv[0, :, :slots], kv[1, :, :slots]
+
+
+def write_tokens(store: KVStore, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Store K and V, `[tokens, kv_heads, head_dim]` each, at `slots` `[tokens]` int64 of one layer."""
+    page = store.geometry.page_size
+    block, offset = slots // page, slots % page
+    target = store.layer(layer)
+    target[block, :, 0, offset] = k.to(target.dtype)
+    target[block, :, 1, offset] = v.to(target.dtype)
+
+
+class ReferenceBackend:
+    """PyTorch on whatever device the pool is: right for every shape, fast for none.
+
+    A run's result does not depend on the other runs of its step, bit for bit.
+    """
+
+    name = "reference"
+
+    def __init__(self, store: KVStore) -> None:
+        self.store = store
+
+    def plan(self, runs: Sequence[QueryRun]) -> Schedule:
+        """See `AttentionBackend.plan`."""
+        return plan_step(runs, page_size=self.store.geometry.page_size, blocks=self.store.blocks)
+
+    def begin(self, schedule: Schedule) -> ReferenceStep:
+        """See `AttentionBackend.begin`."""
+        device = self.store.device
+        return ReferenceStep(
+            backend=self,
+            schedule=schedule,
+            tables=[torch.from_numpy(schedule.table(r).copy()).to(device) for r in range(len(schedule.runs))],
+            write_tokens=torch.from_numpy(schedule.write_tokens).to(device),
+            write_slots=torch.from_numpy(schedule.write_slots).to(device),
+        )
+
+    def attend_run(self, layer: int, run: QueryRun, q: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+        """See `AttentionBackend.attend_run`."""
+        table = torch.as_tensor(list(run.blocks), dtype=torch.int64, device=self.store.device)
+        return self._attend(layer, run, table, q, scale)
+
+    def _attend(self, layer: int, run: QueryRun, table: Tensor, q: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        k, v = read_row(self.store, layer, table, run.stop)
+        return attend_dense(q, k, v, start=run.start, scale=scale, bias=run.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceStep:
+    """One step of the reference backend."""
+
+    backend: ReferenceBackend
+    schedule: Schedule
+    tables: list[Tensor]
+    write_tokens: Tensor
+    write_slots: Tensor
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+        """See `kvikk.models.protocol.AttentionStep.attend`."""
+        plan = self.schedule
+        if len(self.write_slots) == plan.tokens:
+            write_tokens(self.backend.store, layer, self.write_slots, k, v)
+        elif len(self.write_slots):
+            at = self.write_tokens
+            write_tokens(self.backend.store, layer, self.write_slots, k[at], v[at])
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for run, table, offset in zip(plan.runs, self.tables, plan.offsets.tolist(), strict=True):
+            span = slice(offset, offset + run.length)
+            out[span] = self.backend._attend(layer, run, table, q[span], scale)[0]
+        return out

@@ -1,0 +1,208 @@
+"""Both backends against dense attention that knows nothing of pages, on pools full of NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention.steps import LAYER, Shape, Step, World, make_step
+from kvikk.attention import AttentionBackend, attention_backend
+from kvikk.types import NULL_BLOCK
+
+BACKENDS = ("reference", "cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def attend(backend: AttentionBackend, step: Step) -> torch.Tensor:
+    started = backend.begin(backend.plan(step.runs))
+    return started.attend(LAYER, step.q, step.k, step.v, scale=step.scale).clone()
+
+
+def assert_right(backend: AttentionBackend, step: Step) -> torch.Tensor:
+    out = attend(backend, step)
+    assert out.dtype == step.q.dtype
+    error = (out.double() - step.expected).abs().max().item()
+    assert error <= TOLERANCE[out.dtype], error
+    return out
+
+
+def a_mixed_step(world: World) -> Step:
+    """Decode rows, a first chunk, a later chunk, a row with holes, and a run that is only computed."""
+    page = world.shape.page
+    decode = [world.row(length, range(length - 1)) for length in (1, 2, page, page + 1, 5 * page + 3)]
+    first = world.row(2 * page + 5, range(0))
+    later = world.row(9 * page, range(3 * page + 1))
+    # Holes at [page, 2 page) and at one position; all else is there; the tail is computed too.
+    length = 6 * page + 2
+    holes = world.row(length, range(page))
+    world.put(holes, range(2 * page, 4 * page))
+    world.put(holes, range(4 * page + 1, 6 * page))
+    shared = world.row(4 * page, range(4 * page))
+    parts = [(row, len(row.k) - 1, 1) for row in decode]
+    parts += [(first, 0, len(first.k)), (later, 3 * page + 1, len(later.k) - 3 * page - 1)]
+    parts += [(holes, page, page), (holes, 4 * page, 1), (holes, 6 * page, 2), (shared, 4 * page - 2, 2)]
+    parts += [(shared, 4 * page - 1, 1)]
+    write = [True] * (len(parts) - 2) + [False, False]
+    return make_step(world, parts, write=write)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_of_every_kind_of_run_is_dense_attention(backend: str, dtype: torch.dtype) -> None:
+    world = World(Shape(dtype=dtype))
+    assert_right(attention_backend(backend, world.store), a_mixed_step(world))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "page"),
+    [
+        (1, 1, 1, 16),
+        (3, 1, 33, 16),
+        (2, 5, 80, 32),
+        (1, 16, 96, 16),
+        (2, 2, 128, 8),
+        (1, 7, 129, 24),
+        (1, 4, 256, 32),
+        (2, 3, 2, 1),
+        (1, 6, 48, 512),
+    ],
+)
+def test_odd_shapes_are_dense_attention(backend: str, kv_heads: int, group: int, head_dim: int, page: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        shape = Shape(kv_heads=kv_heads, group=group, head_dim=head_dim, page=page, dtype=dtype)
+        world = World(shape)
+        if page >= 8:
+            assert_right(
+                attention_backend(backend, world.store), a_mixed_step(world) if page < 100 else long_step(world)
+            )
+        else:
+            row = world.row(9, range(6))
+            assert_right(attention_backend(backend, world.store), make_step(world, [(row, 6, 3)]))
+            assert_right(attention_backend(backend, world.store), make_step(world, [(row, 8, 1)]))
+
+
+def long_step(world: World) -> Step:
+    """Rows longer than a split and than a tile of keys."""
+    decode, chunk = world.row(601, range(600)), world.row(530, range(500))
+    return make_step(world, [(decode, 600, 1), (chunk, 500, 30)])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_longer_than_a_split_are_dense_attention(backend: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        world = World(Shape(dtype=dtype))
+        assert_right(attention_backend(backend, world.store), long_step(world))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_batch_is_dense_attention_on_both_backends(data: st.DataObject) -> None:
+    shape = Shape(
+        kv_heads=data.draw(st.integers(1, 3)),
+        group=data.draw(st.integers(1, 16)),
+        head_dim=data.draw(st.sampled_from([8, 16, 33, 64, 80, 96])),
+        page=data.draw(st.sampled_from([16, 32])),
+        dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+    )
+    lengths = data.draw(st.lists(st.tuples(st.integers(1, 70), st.integers(1, 70)), min_size=1, max_size=4))
+    seed = data.draw(st.integers(0, 1000))
+    outs = []
+    for name in BACKENDS:
+        world = World(shape, seed)
+        parts = []
+        for length, wanted in lengths:
+            computed = min(length, wanted)
+            parts.append((world.row(length, range(length - computed)), length - computed, computed))
+        outs.append(assert_right(attention_backend(name, world.store), make_step(world, parts)))  # type: ignore[arg-type]
+    assert (outs[0].double() - outs[1].double()).abs().max() <= TOLERANCE[shape.dtype]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_exactly_the_written_slots_change(backend: str) -> None:
+    world = World(Shape(dtype=torch.bfloat16))
+    step = a_mixed_step(world)
+    before = world.store.frames.view(torch.int16).clone()
+    attend(attention_backend(backend, world.store), step)  # type: ignore[arg-type]
+    expected = World(Shape(dtype=torch.bfloat16))
+    expected.store.frames.view(torch.int16).copy_(before)
+    for run in step.runs:
+        if run.write:
+            row = next(row for row in world.rows if row.blocks is run.blocks)
+            expected.put(row, range(run.start, run.stop))
+    assert torch.equal(world.store.frames.view(torch.int16), expected.store.frames.view(torch.int16))
+    assert not torch.equal(before, expected.store.frames.view(torch.int16))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_null_block_stays_zero(backend: str) -> None:
+    world = World(Shape())
+    attend(attention_backend(backend, world.store), a_mixed_step(world))  # type: ignore[arg-type]
+    per_block = world.store.geometry.frames_per_block
+    assert torch.equal(world.store.frames[NULL_BLOCK:per_block], torch.zeros_like(world.store.frames[:per_block]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bias_is_added_to_the_logits_and_minus_infinity_hides_a_slot(backend: str) -> None:
+    world = World(Shape())
+    decode, chunk, plain = world.row(300, range(299)), world.row(170, range(100)), world.row(20, range(19))
+    biases = [world.draw(2, 300), world.draw(2, 180), None]
+    biases[0][:, 5:290] = float("-inf")
+    biases[1][0, 1:100] = float("-inf")
+    step = make_step(world, [(decode, 299, 1), (chunk, 100, 70), (plain, 19, 1)], biases=biases)
+    assert_right(attention_backend(backend, world.store), step)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_query_that_sees_nothing_gives_zero_and_minus_infinity(backend: str) -> None:
+    world = World(Shape())
+    row = world.row(300, range(300))
+    bias = torch.full((2, 300), float("-inf"))
+    made = attention_backend(backend, world.store)  # type: ignore[arg-type]
+    for start, length in ((299, 1), (290, 10)):
+        step = make_step(world, [(row, start, length)], biases=[bias])
+        out, lse = made.attend_run(LAYER, step.runs[0], step.q, scale=step.scale)
+        assert torch.equal(out.float(), torch.zeros(length, 6, 64))
+        assert torch.equal(lse, torch.full((length, 6), float("-inf")))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_log_sum_exp_is_that_of_the_logits(backend: str) -> None:
+    world = World(Shape(dtype=torch.bfloat16))
+    row = world.row(301, range(301))
+    made = attention_backend(backend, world.store)  # type: ignore[arg-type]
+    for start, length in ((300, 1), (280, 21)):
+        step = make_step(world, [(row, start, length)])
+        _, lse = made.attend_run(LAYER, step.runs[0], step.q, scale=step.scale)
+        for i in range(length):
+            keys = row.k[: start + i + 1].double().repeat_interleave(3, dim=1)
+            logits = torch.einsum("shd,hd->hs", keys, step.q[i].double()) * step.scale
+            assert torch.allclose(lse[i].double(), torch.logsumexp(logits, dim=1), atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_in_a_live_slot_is_seen_and_not_hidden(backend: str) -> None:
+    world = World(Shape())
+    row = world.row(40, range(39))
+    row.k[39] = float("nan")
+    step = make_step(world, [(row, 39, 1)])
+    assert attend(attention_backend(backend, world.store), step).isnan().all()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_strides_of_q_k_and_v_give_the_same(backend: str) -> None:
+    outs = []
+    for form in ("fused", "contiguous", "transposed"):
+        world = World(Shape(dtype=torch.bfloat16))
+        step = a_mixed_step(world)
+        if form == "contiguous":
+            step.q, step.k, step.v = step.q.contiguous(), step.k.contiguous(), step.v.contiguous()
+        if form == "transposed":  # neighbours in a head lie apart
+            step.q, step.k, step.v = (
+                x.permute(2, 1, 0).contiguous().permute(2, 1, 0) for x in (step.q, step.k, step.v)
+            )
+        outs.append(assert_right(attention_backend(backend, world.store), step))  # type: ignore[arg-type]
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])

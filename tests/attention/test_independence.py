@@ -1,0 +1,93 @@
+"""What a row's result does not depend on, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention.steps import LAYER, Shape, World, make_step
+from attention.test_backends import a_mixed_step, assert_right, attend, long_step
+from kvikk.attention import QueryRun, attention_backend
+from kvikk.attention.cpu.backend import CpuBackend
+from kvikk.types import Position
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_run_alone_and_in_a_batch_gives_the_same_bits(backend: str, dtype: torch.dtype) -> None:
+    for make in (a_mixed_step, long_step):
+        world = World(Shape(dtype=dtype))
+        made = attention_backend(backend, world.store)  # type: ignore[arg-type]
+        step = make(world)
+        together = attend(made, step)
+        at = 0
+        for run in step.runs:
+            span = slice(at, at + run.length)
+            alone = made.begin(made.plan([run])).attend(
+                LAYER, step.q[span], step.k[span], step.v[span], scale=step.scale
+            )
+            assert torch.equal(alone, together[span])
+            at += run.length
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
+    for make in (a_mixed_step, long_step):
+        outs = []
+        for threads in (1, 2, 3):
+            world = World(Shape(dtype=dtype))
+            step = make(world)
+            outs.append(assert_right(CpuBackend(world.store, threads=threads), step))
+        assert torch.equal(outs[0], outs[1])
+        assert torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_how_a_prompt_is_cut_into_chunks_changes_no_bit(dtype: torch.dtype) -> None:
+    outs = []
+    for cuts in ((400,), (2, 130, 133, 400), (128, 256, 400)):
+        world = World(Shape(dtype=dtype))
+        row = world.row(400, range(0))
+        step = make_step(world, [(row, 0, 400)])
+        made = attention_backend("cpu", world.store)
+        parts, start = [], 0
+        for stop in cuts:
+            run = QueryRun(blocks=row.blocks, start=Position(start), length=stop - start)
+            span = slice(start, stop)
+            chunk = made.begin(made.plan([run]))
+            parts.append(chunk.attend(LAYER, step.q[span], step.k[span], step.v[span], scale=step.scale).clone())
+            start = stop
+        outs.append(torch.cat(parts))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+def test_where_a_row_lies_in_the_pool_changes_no_bit() -> None:
+    outs = []
+    for skipped in (0, 7):
+        world = World(Shape(dtype=torch.bfloat16))
+        del world.free[len(world.free) - skipped :]
+        outs.append(attend(attention_backend("cpu", world.store), long_step(world)))
+    assert torch.equal(outs[0], outs[1])
+
+
+def test_a_step_can_be_run_again_and_gives_the_same_bits() -> None:
+    world = World(Shape(dtype=torch.bfloat16))
+    made = attention_backend("cpu", world.store)
+    step = long_step(world)
+    started = made.begin(made.plan(step.runs))
+    first = started.attend(LAYER, step.q, step.k, step.v, scale=step.scale).clone()
+    assert torch.equal(first, started.attend(LAYER, step.q, step.k, step.v, scale=step.scale))
+
+
+def test_a_step_begun_before_a_larger_one_still_runs() -> None:
+    world = World(Shape())
+    made = attention_backend("cpu", world.store)
+    row = world.row(20, range(19))
+    small = make_step(world, [(row, 19, 1)])
+    started = made.begin(made.plan(small.runs))
+    before = started.attend(LAYER, small.q, small.k, small.v, scale=small.scale).clone()
+    attend(made, long_step(world))
+    assert torch.equal(before, started.attend(LAYER, small.q, small.k, small.v, scale=small.scale))
