@@ -67,8 +67,17 @@ class ShadowRunner:
         self.nan_next = False
         self.largest_step = 0
         self.last_plan: StepPlan | None = None
+        self.violation: AssertionError | None = None
 
     def execute(self, plan: StepPlan) -> list[list[SampledToken]]:
+        """Run a plan. The engine survives a step that fails, so a violation is kept for the world to raise."""
+        try:
+            return self._execute(plan)
+        except AssertionError as violation:
+            self.violation = violation
+            raise
+
+    def _execute(self, plan: StepPlan) -> list[list[SampledToken]]:
         assert self.pool is not None
         self.last_plan = plan
         self.largest_step = max(self.largest_step, plan.tokens)
@@ -136,10 +145,12 @@ class World:
         self.texts: dict[tuple[str, int], list[int]] = {}
         self.ends: dict[tuple[str, int], FinishReason] = {}
         self.finished = 0
+        self.prompts: list[list[int]] = []
 
     def add(self, prompt: list[int], **options: object) -> Request:
         request = self.engine.add(prompt, SamplingParams.from_dict(dict(options)))
         self.requests[request.id] = request
+        self.prompts.append(request.prompt_token_ids)
         return request
 
     def abort(self, request_id: str) -> None:
@@ -152,6 +163,8 @@ class World:
         """One step, recorded and checked."""
         self.clock.now += 0.01
         outputs = self.engine.step()
+        if self.runner.violation is not None:
+            raise self.runner.violation
         for out in outputs:
             key = (out.request.id, out.choice)
             if out.token is not None:
@@ -199,8 +212,9 @@ def random_event(world: World, rng: random.Random) -> None:
     what = rng.random()
     if what < 0.30 and len(world.requests) < 12:
         n = rng.choice([1, 1, 1, 2, 3])
+        repeats = [prompt for prompt in world.prompts[-20:] if rng.random() < 0.03]  # whole prompts come back too
         world.add(
-            random_prompt(rng, world.max_len - 1),
+            repeats[0] if repeats else random_prompt(rng, world.max_len - 1),
             n=n,
             max_tokens=rng.choice([1, 2, 5, 9, 30, None]),
             min_tokens=rng.choice([0, 0, 1]),

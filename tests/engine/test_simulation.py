@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from engine.simulation import PAGE, VOCABULARY, World, random_event
 from kvikk.engine.request import FinishReason
+from kvikk.errors import PinRefused
+from kvikk.prefix import extend_keys
 
 STEPS = int(os.environ.get("KVIKK_SIMULATED_STEPS", "100000"))
 
@@ -22,7 +24,7 @@ STEPS = int(os.environ.get("KVIKK_SIMULATED_STEPS", "100000"))
     budget=st.integers(8, 40),
     caching=st.booleans(),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_history_gives_every_request_its_text_and_every_block_back(
     seed: int, blocks: int, seqs: int, budget: int, caching: bool
 ) -> None:
@@ -94,25 +96,23 @@ def test_a_waiting_row_takes_over_when_the_one_that_computes_its_blocks_is_abort
     assert FinishReason.ERROR not in world.ends.values()
 
 
-def test_holes_are_computed_and_what_lies_behind_them_is_hit() -> None:
+@pytest.mark.parametrize("tail", [0, 2])
+def test_holes_are_computed_and_what_lies_behind_them_is_hit(tail: int) -> None:
     world = World(40, max_len=90)
-    prompt = prompt_of(10 * PAGE)
+    prompt = prompt_of(10 * PAGE + tail)
     world.add(prompt, max_tokens=1)
     world.drain()
-    keys = world.engine._keyspace.root("")
-    from kvikk.prefix import extend_keys
-
-    chain = [keys]
+    chain = [world.engine._keyspace.root("")]
     extend_keys(chain, prompt, PAGE)
     blocks = world.engine.prefix.lookup(chain[1:])
     assert world.engine.prefix.evict_blocks([blocks[3], blocks[4], blocks[8]]) == 3  # type: ignore[list-item]
     request = world.add(prompt, max_tokens=1)
     world.drain()
-    assert request.cached_tokens == 7 * PAGE
+    last = (len(prompt) - 1, len(prompt)) if tail == 0 else (10 * PAGE, len(prompt))  # its logits are needed always
+    assert request.cached_tokens == 7 * PAGE - (tail == 0)
     scheduled = world.runner.last_plan.rows[0]  # type: ignore[union-attr]
-    assert [(run.start, run.stop) for run in scheduled.runs] == [(3 * PAGE, 5 * PAGE), (8 * PAGE, 9 * PAGE)] or [
-        (run.start, run.stop) for run in scheduled.runs
-    ][-1] == (len(prompt) - 1, len(prompt))
+    assert [(run.start, run.stop) for run in scheduled.runs] == [(3 * PAGE, 5 * PAGE), (8 * PAGE, 9 * PAGE), last]
+    assert [run.write for run in scheduled.runs] == [True, True, tail != 0]
 
 
 def test_forks_share_the_prompt_and_copy_only_the_tail_they_write() -> None:
@@ -196,8 +196,6 @@ def test_pins_survive_pressure_and_never_take_the_room_of_the_longest_request() 
     request = world.add(prompt, max_tokens=1)
     world.drain()
     assert request.cached_tokens == 9 * PAGE - 1
-    from kvikk.errors import PinRefused
-
     other = prompt_of(14 * PAGE, 3)
     world.add(other, max_tokens=1)
     world.drain()

@@ -1,4 +1,4 @@
-"""The engine on a (toy) model: one seed gives one text, whatever else happens, and a memory full of NaN stays unseen."""
+"""The engine on a toy model: one seed gives one text, whatever else happens, and memory full of NaN stays unseen."""
 
 from __future__ import annotations
 

@@ -46,14 +46,14 @@ def run(parsed: argparse.Namespace) -> int:
     console.print(f"The document: {tokens:,} tokens of Python's language reference.\n")
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
     conversations = [conversation(document, question) for question in QUESTIONS]
-    rows = [ask(llm, console, "three questions, one batch", conversations, params)]
+    rows = [ask(llm, console, "three questions", conversations, params)]
     first_answer = rows[0].outputs[0].outputs[0].text
     follow_up = [
         *conversations[0],
         {"role": "assistant", "content": first_answer},
         {"role": "user", "content": FOLLOW_UP},
     ]
-    rows.append(ask(llm, console, "a follow-up to the first", [follow_up], params))
+    rows.append(ask(llm, console, "a follow-up", [follow_up], params))
     console.print(table(rows))
     llm.engine.check()
     console.print(
@@ -99,9 +99,9 @@ class Asked:
             ("  computed", f"{prompt - cached:,}"),
             ("generated tokens", f"{generated:,}"),
             ("blocks held at the peak", f"{self.blocks_held:,}"),
-            ("blocks cached afterwards", f"{self.blocks_cached:,}"),
-            ("seconds until all answers began", f"{until_text:.2f}"),
-            ("prompt tokens computed / s", f"{(prompt - cached) / until_text:,.0f}"),
+            ("blocks cached after", f"{self.blocks_cached:,}"),
+            ("seconds to the first tokens", f"{until_text:.2f}"),
+            ("prompt tokens / s until then", f"{(prompt - cached) / until_text:,.0f}"),
             (
                 "generated tokens / s then",
                 f"{(generated - len(self.outputs)) / (self.seconds - until_text):,.1f}",

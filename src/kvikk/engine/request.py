@@ -66,7 +66,7 @@ class Row:
     blocks: list[BlockId] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     is_query_only: bool = False
-    """The segment left is the last token of a prompt that was cached whole: its K and V are there already."""
+    """The last segment is the last token alone, whose block was cached: its K and V are there already."""
     indexed_blocks: int = 0
     unforked: int = 1
     """Texts that this row stands for: `n` until the first token is sampled."""
@@ -109,10 +109,10 @@ class Row:
             budget -= cut - start
             if cut < stop:
                 self.segments.insert(0, Segment(cut, stop))
-            runs.append(
-                QueryRun(blocks=self.blocks, start=Position(start), length=cut - start, write=not self.is_query_only)
-            )
-        self.is_query_only = False
+            write = not (self.is_query_only and not self.segments)
+            runs.append(QueryRun(blocks=self.blocks, start=Position(start), length=cut - start, write=write))
+        if not self.segments:
+            self.is_query_only = False
         return runs
 
     def full_block_keys(self, page_size: int) -> list[BlockKey]:

@@ -200,9 +200,10 @@ class Scheduler:
         fresh = iter(self._pool.take(needed))
         row.blocks = [next(fresh) if hit is None else hit for hit in hits]
         row.blocks.extend(fresh)
-        row.segments = self._missing_segments(len(row.tokens), hits)
-        if not row.segments:  # cached whole: the last token is computed once more, for its logits only
-            row.segments = [Segment(len(row.tokens) - 1, len(row.tokens))]
+        length = len(row.tokens)
+        row.segments = self._missing_segments(length, hits)
+        if not row.segments or row.segments[-1].stop < length:  # cached, but its logits are needed: compute it again
+            row.segments.append(Segment(length - 1, length))
             row.is_query_only = True
         row.is_running = True
         self.running.append(row)
