@@ -63,6 +63,10 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def warm_up(self) -> None:
+        """Load or compile what steps will need, so that no request waits for it. Changes nothing in the pool."""
+        ...
+
     def attend_run(self, layer: int, run: QueryRun, q: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
         """Attend one run to what the pool holds; nothing is stored.
 

@@ -139,6 +139,9 @@ class ReferenceBackend:
             write_slots=torch.from_numpy(schedule.write_slots).to(device),
         )
 
+    def warm_up(self) -> None:
+        """See `AttentionBackend.warm_up`: nothing is compiled here."""
+
     def attend_run(self, layer: int, run: QueryRun, q: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
         """See `AttentionBackend.attend_run`."""
         table = torch.as_tensor(list(run.blocks), dtype=torch.int64, device=self.store.device)

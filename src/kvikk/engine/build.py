@@ -93,7 +93,9 @@ def build_engine(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, Cap
     blocks = pool_blocks(config.memory, geometry, device)
     capacity = plan_capacity(loaded, config, blocks, geometry)
     store = KVStore(geometry, blocks + 1, device)
-    runner = ModelRunner(model, store, attention_backend("auto", store))
+    backend = attention_backend("auto", store)
+    backend.warm_up()
+    runner = ModelRunner(model, store, backend)
     keyspace = KeySpace(
         model=spec.fingerprint,
         rope=spec.rope,

@@ -89,6 +89,7 @@ def load_model(
 
     Raises:
         ModelError: not found, broken, or not supported, with the reason and a way out.
+        ConfigError: `max_model_len` is more than the model has positions.
     """
     checkpoint = locate(model, revision)
     with quiet_transformers():

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from kvikk.errors import ModelError
+from kvikk.errors import ConfigError, ModelError
 
 log = logging.getLogger(__name__)
 
@@ -98,11 +98,11 @@ def resolve_length(config: Any, asked: int | None) -> int:
     A sliding window no smaller than this is full attention; a smaller one lowers it, with a warning.
 
     Raises:
-        ModelError: more was asked for than the model has positions.
+        ConfigError: more was asked for than the model has positions.
     """
     limit = position_limit(config)
-    if asked is not None and not 1 <= asked <= limit:
-        raise ModelError(f"max_model_len is {asked:,}, the model has {limit:,} positions: pass 1 to {limit}")
+    if asked is not None and asked > limit:
+        raise ConfigError(f"--max-model-len {asked:,} is more than the model's {limit:,} positions: at most {limit}")
     length = asked or limit
     window = sliding_window(config)
     if window is not None and window < length:
