@@ -1,6 +1,8 @@
 # Everything sets itself up in .venv; nothing is asked of the machine but Python 3.11+, pip and make.
 PYTHON ?= python3
-# The CPU build of torch. On a machine with a GPU: make install TORCH="torch" EXTRAS="dev,cuda"
+# On Linux this torch brings CUDA unless a CPU build is found first; to be sure of that one:
+#   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+# On a machine with a GPU: make install TORCH=torch EXTRAS=dev,cuda
 TORCH ?= torch==2.13.0
 EXTRAS ?= dev
 VENV := .venv
@@ -14,7 +16,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)python -m pip install --quiet --upgrade pip
-	$(RUN)python -m pip install --quiet "$(TORCH)"
+	$(RUN)python -m pip install --quiet $(TORCH)
 	$(RUN)python -m pip install --quiet --editable ".[$(EXTRAS)]"
 	touch $@
 
