@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import re
 import tomllib
 import types
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvikk.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 ENVIRONMENT_PREFIX = "KVIKK_"
 
@@ -139,7 +142,13 @@ def _build(config: type[T], values: Mapping[str, object]) -> T:
 
 
 def from_environment(options: Mapping[str, Option], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Options that `KVIKK_...` variables set."""
+    """Options that `KVIKK_...` variables set. One that is near an option's name and none of them is warned about."""
+    known = {option.variable for option in options.values()}
+    for name in environment:
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in known:
+            near = get_close_matches(name, known, n=1, cutoff=0.8)
+            if near:
+                logger.warning("the environment sets %s, which is no option: did you mean %s?", name, near[0])
     return {
         option.name: option.parsed(environment[option.variable], option.variable)
         for option in options.values()

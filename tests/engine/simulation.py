@@ -65,6 +65,7 @@ class ShadowRunner:
         self.content: dict[tuple[int, int], int] = {}
         self.fail_next = False
         self.nan_next = False
+        self.interrupt_next = False
         self.largest_step = 0
         self.last_plan: StepPlan | None = None
         self.violation: AssertionError | None = None
@@ -101,6 +102,9 @@ class ShadowRunner:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("injected")
+        if self.interrupt_next:
+            self.interrupt_next = False
+            raise KeyboardInterrupt
         results = []
         for scheduled, own in zip(plan.rows, hashes, strict=True):
             for run in scheduled.runs:
@@ -114,7 +118,11 @@ class ShadowRunner:
             results.append([SampledToken(next_token(own[-1], row.request.seed, choice)) for choice in choices])
         if self.nan_next and any(results):
             self.nan_next = False
-            next(tokens for tokens in results if tokens).clear()
+            index = next(i for i, tokens in enumerate(results) if tokens)
+            results[index].clear()
+            for run in plan.rows[index].runs:  # what it computed is garbage: nobody may read it again
+                for position in range(run.start, run.stop) if run.write else ():
+                    self.content[run.blocks[position // PAGE], position % PAGE] = -1
         return results
 
 
@@ -159,10 +167,21 @@ class World:
         self.engine.abort(request_id)
         del self.requests[request_id]
 
+    def abort_choice(self, request_id: str, choice: int) -> bool:
+        """Give up one text; the others must come out as if nothing had happened."""
+        done = self.engine.abort(request_id, choice)
+        self.texts.pop((request_id, choice), None)
+        if not self.engine.is_active(request_id):
+            del self.requests[request_id]
+        return done
+
     def step(self, *, check: bool = True) -> list[EngineOutput]:
         """One step, recorded and checked."""
         self.clock.now += 0.01
-        outputs = self.engine.step()
+        try:
+            outputs = self.engine.step()
+        except KeyboardInterrupt:
+            outputs = []
         if self.runner.violation is not None:
             raise self.runner.violation
         for out in outputs:
@@ -221,16 +240,20 @@ def random_event(world: World, rng: random.Random) -> None:
             ignore_eos=rng.random() < 0.3,
             seed=rng.choice([None, 1, 2]),
         )
-    elif what < 0.36 and world.requests:
+    elif what < 0.34 and world.requests:
         world.abort(rng.choice(sorted(world.requests)))
+    elif what < 0.36 and world.requests:
+        world.abort_choice(rng.choice(sorted(world.requests)), rng.randrange(3))
     elif what < 0.38:
         engine.prefix.reset()
     elif what < 0.44:
-        engine.prefix.evict_blocks(rng.sample(range(1, engine.pool.total + 1), k=min(5, engine.pool.total)))
+        engine.prefix.discard(rng.sample(range(1, engine.pool.total + 1), k=min(5, engine.pool.total)))
     elif what < 0.46:
         world.runner.fail_next = True
     elif what < 0.47:
         world.runner.nan_next = True
+    elif what < 0.475:
+        world.runner.interrupt_next = True
     elif what < 0.49:
         with suppress(PinRefused):
             engine.pin(rng.choice("ab"), random_prompt(rng, world.max_len - 1))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,6 +67,29 @@ def test_seed_position_and_choice_each_change_the_noise() -> None:
     noises = {tuple(gumbel(*key, 8)[0].tolist()) for key in keys}
     assert len(noises) == len(variants)
     assert sample(table, [task()]) == sample(table, [task()])
+
+
+def test_the_noise_is_what_its_definition_says() -> None:
+    seed, position, choice = 0x0123456789ABCDEF, 77, 2
+    noise = gumbel(torch.tensor([seed]), torch.tensor([position]), torch.tensor([choice]), 10)
+    assert noise.dtype == torch.float32
+    for token in (0, 1, 6, 9):
+        counter = words(token // 4, position, choice, 0)
+        word = int(philox4x32(counter, words(seed & 0xFFFFFFFF, seed >> 32))[token % 4])  # type: ignore[arg-type]
+        uniform = ((word >> 8) + 0.5) / 2**24
+        assert float(noise[0, token]) == pytest.approx(-math.log(-math.log(uniform)), abs=1e-6)
+    assert [round(float(value), 5) for value in noise[0, :4]] == [0.08404, 3.67626, -0.293, 2.84769]
+
+
+def test_vllms_ways_to_say_nothing_are_taken() -> None:
+    params = SamplingParams(stop=None, stop_token_ids=None, seed=-1)
+    assert (params.stop_strings, params.stop_tokens, params.seed) == ((), (), None)
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    params = SamplingParams(max_tokens=np.int64(5), temperature=np.float32(0.5), top_k=np.int32(3))
+    assert (params.max_tokens, params.temperature, params.top_k) == (5, 0.5, 3)
+    assert type(params.max_tokens) is int
 
 
 def test_samples_follow_the_distribution() -> None:
@@ -135,17 +159,17 @@ def test_logits_that_are_not_finite_give_no_token_and_harm_no_other_row() -> Non
     [
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": -3}, "max_tokens is -3"),
-        ({"max_tokens": 2.5}, "max_tokens is 2.5: it must be a whole number"),
+        ({"max_tokens": 2.5}, "max_tokens 2.5 is not a whole number"),
         ({"max_tokens": "9"}, "whole number"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": "hot"}, "temperature is 'hot': it must be a number"),
-        ({"top_p": 0.0}, "top_p is 0.0: it must lie above 0.0 and 1.0"),
+        ({"top_p": 0.0}, "top_p is 0.0: it must lie above 0.0 and up to 1.0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"top_k": -2}, "top_k is -2"),
         ({"n": 0}, "n is 0"),
-        ({"n": True}, "n is True"),
-        ({"seed": "x"}, "seed is 'x'"),
+        ({"n": True}, "n True is not"),
+        ({"seed": "x"}, "seed 'x' is not"),
         ({"stop": ["x"] * 1000}, "stop holds 1000 strings, at most 64"),
         ({"stop": [""]}, "0 characters"),
         ({"stop": 5}, "stop is 5"),

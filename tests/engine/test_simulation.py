@@ -105,7 +105,7 @@ def test_holes_are_computed_and_what_lies_behind_them_is_hit(tail: int) -> None:
     chain = [world.engine._keyspace.root("")]
     extend_keys(chain, prompt, PAGE)
     blocks = world.engine.prefix.lookup(chain[1:])
-    assert world.engine.prefix.evict_blocks([blocks[3], blocks[4], blocks[8]]) == 3  # type: ignore[list-item]
+    assert world.engine.prefix.discard([blocks[3], blocks[4], blocks[8]]) == 3  # type: ignore[list-item]
     request = world.add(prompt, max_tokens=1)
     world.drain()
     last = (len(prompt) - 1, len(prompt)) if tail == 0 else (10 * PAGE, len(prompt))  # its logits are needed always
@@ -203,6 +203,81 @@ def test_pins_survive_pressure_and_never_take_the_room_of_the_longest_request() 
         world.engine.pin("too much", other)
     world.engine.check()
     assert world.engine.prefix.unpin("system")
+
+
+def test_an_interrupted_step_counts_for_nothing_and_its_rows_go_on() -> None:
+    world = World(40)
+    for family in range(3):
+        world.add(prompt_of(9, family), max_tokens=6, ignore_eos=True)
+    world.step()
+    for _ in range(2):
+        world.runner.interrupt_next = True
+        assert world.step() == []
+    world.drain()
+    assert set(world.ends.values()) == {FinishReason.LENGTH}
+
+
+def test_only_what_was_computed_before_a_preemption_counts_as_recomputed() -> None:
+    world = World(40, budget=16)
+    world.add(prompt_of(55), max_tokens=1)
+    world.step()
+    world.step()
+    world.engine.scheduler._preempt(world.engine.scheduler.running[0])
+    world.drain()
+    counters = world.engine.prefix.counters
+    assert (counters.resumed, counters.recomputed) == (32, 0)
+
+
+def test_the_row_that_arrived_last_is_preempted_even_if_it_was_admitted_first() -> None:
+    world = World(40, budget=8)
+    document = prompt_of(6 * PAGE)
+    first = world.add([*document, 1], max_tokens=30, ignore_eos=True)
+    second = world.add([*document, 2], max_tokens=30, ignore_eos=True)  # waits for the first one's blocks
+    third = world.add(prompt_of(3, 5), max_tokens=30, ignore_eos=True)  # overtakes it
+    while len(world.engine.scheduler.running) < 3:
+        world.step()
+    assert [row.request for row in world.engine.scheduler.running] == [first, second, third]
+
+
+def test_a_request_that_fails_before_it_forks_ends_all_its_texts() -> None:
+    world = World(40)
+    request = world.add(prompt_of(9), n=3, max_tokens=5)
+    world.runner.nan_next = True
+    outputs = world.step()
+    assert [(out.choice, out.finish_reason) for out in outputs] == [(i, FinishReason.ERROR) for i in range(3)]
+    assert not world.engine.is_active(request.id)
+
+
+def test_a_text_given_up_before_the_fork_is_not_written() -> None:
+    world = World(40, budget=8)
+    request = world.add(prompt_of(20), n=3, max_tokens=4, ignore_eos=True)
+    world.step()
+    assert world.abort_choice(request.id, 1)
+    assert not world.abort_choice(request.id, 1)
+    assert not world.abort_choice(request.id, 7)
+    world.drain()
+    assert sorted(choice for _, choice in world.ends) == [0, 2]
+
+
+def test_a_text_given_up_after_the_fork_leaves_the_others_alone() -> None:
+    world = World(40)
+    request = world.add(prompt_of(9), n=3, max_tokens=6, ignore_eos=True)
+    world.step()
+    world.step()
+    assert world.abort_choice(request.id, 0)
+    world.drain()
+    assert sorted(choice for _, choice in world.ends) == [1, 2]
+
+
+def test_blocks_of_a_row_whose_logits_were_not_finite_are_never_found_again() -> None:
+    world = World(40)
+    prompt = prompt_of(5 * PAGE)
+    world.add(prompt, max_tokens=3)
+    world.runner.nan_next = True
+    world.drain()
+    request = world.add(prompt, max_tokens=3)
+    world.drain()
+    assert request.cached_tokens == 0
 
 
 def test_salts_keep_tenants_apart() -> None:

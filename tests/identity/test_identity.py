@@ -161,7 +161,7 @@ def test_with_holes_in_the_middle(family: Family) -> None:
         extend_keys(keys, ids, 16)
         blocks = [block for block in engine.prefix.lookup(keys[1:]) if block is not None]
         middle = [block for at, block in enumerate(blocks[1:-1]) if at % 5 < 2]
-        assert engine.prefix.evict_blocks(middle) == len(middle)
+        assert engine.prefix.discard(middle) == len(middle)
         request = engine.add(ids, GREEDY)
         while engine.has_work:
             engine.step()

@@ -42,7 +42,7 @@ def test_look_up_goes_on_behind_a_miss() -> None:
     cache = make(10)
     keys = chain(1, 5)
     blocks = fill(cache, keys)
-    cache.evict_blocks([blocks[2]])
+    cache.discard([blocks[2]])
     assert cache.lookup(keys) == [blocks[0], blocks[1], None, blocks[3], blocks[4]]
 
 

@@ -59,34 +59,40 @@ def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sampling options under vLLM's names."""
+    """The sampling options of one text, under vLLM's names."""
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", default=str(_CLI_MAX_TOKENS), metavar="N", help="tokens at most (%(default)s)")
     group.add_argument("--min-tokens", default="0", metavar="N", help="no end of text before this many (%(default)s)")
     group.add_argument("--temperature", default="0", metavar="T", help="0 takes the likeliest token (%(default)s)")
     group.add_argument("--top-k", default="0", metavar="K", help="sample among the K likeliest; 0: among all")
     group.add_argument("--top-p", default="1", metavar="P", help="sample among the likeliest that hold this mass")
-    group.add_argument("--n", default="1", metavar="N", help="texts for each prompt (%(default)s)")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", help="do not end at the model's end-of-text token")
-    group.add_argument("--logprobs", default=None, metavar="N", help="log-probabilities of the N likeliest tokens")
 
 
-def sampling_params(parsed: argparse.Namespace) -> SamplingParams:
-    """The sampling parameters that the flags say.
+def add_result_arguments(parser: argparse.ArgumentParser) -> None:
+    """The sampling options that give more than one text."""
+    group = parser.add_argument_group("results")
+    group.add_argument("--n", default="1", metavar="N", help="texts for each prompt (%(default)s)")
+    group.add_argument(
+        "--logprobs", default=None, metavar="N", help="log-probabilities of the N likeliest tokens; with --json"
+    )
+
+
+def sampling_params(parsed: argparse.Namespace, options: dict[str, Any]) -> SamplingParams:
+    """The sampling parameters that the flags say. The engine's seed, where one is set, is that of each request.
 
     Raises:
         InvalidRequest: a value of the wrong type or out of its limits.
     """
     given: dict[str, Any] = {"stop": parsed.stop, "ignore_eos": parsed.ignore_eos}
-    for name in ("max_tokens", "min_tokens", "top_k", "n"):
-        given[name] = _number(name, getattr(parsed, name), int)
+    for name in ("max_tokens", "min_tokens", "top_k", "n", "logprobs"):
+        if getattr(parsed, name, None) is not None:
+            given[name] = _number(name, getattr(parsed, name), int)
     for name in ("temperature", "top_p"):
         given[name] = _number(name, getattr(parsed, name), float)
-    if hasattr(parsed, "seed"):  # the engine's option: when said on the command line, it is each request's own seed
-        given["seed"] = _number("seed", parsed.seed, int)
-    if parsed.logprobs is not None:
-        given["logprobs"] = _number("logprobs", parsed.logprobs, int)
+    if "seed" in options:
+        given["seed"] = options["seed"]
     return SamplingParams(**given)
 
 

@@ -12,6 +12,7 @@ from kvikk.cli.arguments import (
     engine_options,
     sampling_params,
 )
+from kvikk.errors import KvikkError, StepFailed
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends"
 
@@ -28,10 +29,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the command."""
-    params = sampling_params(parsed)
     options = engine_options(parsed)
+    params = sampling_params(parsed, options)
 
-    from kvikk.errors import KvikkError
     from kvikk.llm import LLM
 
     llm = LLM(**options)
@@ -54,14 +54,16 @@ def run(parsed: argparse.Namespace) -> int:
         try:
             answer = ""
             for delta in llm.stream(llm.render(messages), params):
-                answer += delta.text if delta.index == 0 else ""
-                print(delta.text if delta.index == 0 else "", end="", flush=True)
+                answer += delta.text
+                print(delta.text, end="", flush=True)
                 if delta.output is not None:
+                    if delta.output.outputs[0].error is not None:
+                        raise StepFailed(delta.output.outputs[0].error)
                     usage = delta.output.usage
                     note = f"[{usage['prompt_tokens']} prompt tokens, {usage['cached_tokens']} of them cached]"
                     print(f"\n{note}", file=sys.stderr)
             messages.append({"role": "assistant", "content": answer})
-        except KvikkError as error:  # a conversation that got too long is not the end of the program
+        except KvikkError as error:  # a conversation that got too long, say, is not the end of the program
             print(f"kvikk: error: {error}", file=sys.stderr)
             messages.pop()
         except KeyboardInterrupt:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass
-from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Any
 
 from kvikk.cli.arguments import add_engine_arguments, add_logging_argument, engine_options
+from kvikk.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvikk.llm import LLM, RequestOutput, StreamDelta
@@ -64,6 +64,12 @@ def run(parsed: argparse.Namespace) -> int:
 
 def long_document(tokenizer: Any, tokens: int) -> tuple[str, int]:
     """The first `tokens` tokens of the language reference on compound statements, which Python itself carries."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise ConfigError(
+            "the demo's document is Python's own documentation (pydoc_data), which this Python lacks"
+        ) from None
     ids = tokenizer(topics[DOCUMENT_TOPIC], add_special_tokens=False).input_ids[:tokens]
     return tokenizer.decode(ids), len(ids)
 
@@ -93,6 +99,7 @@ class Asked:
             for name in ("prompt_tokens", "cached_tokens", "completion_tokens")
         )
         until_text = max(output.first_token_s or 0.0 for output in self.outputs)
+        afterwards = self.seconds - until_text
         return [
             ("prompt tokens", f"{prompt:,}"),
             ("  found cached", f"{cached:,}"),
@@ -101,12 +108,16 @@ class Asked:
             ("blocks held at the peak", f"{self.blocks_held:,}"),
             ("blocks cached after", f"{self.blocks_cached:,}"),
             ("seconds to the first tokens", f"{until_text:.2f}"),
-            ("prompt tokens / s until then", f"{(prompt - cached) / until_text:,.0f}"),
+            ("prompt tokens / s until then", _rate(prompt - cached, until_text)),
             (
                 "generated tokens / s then",
-                f"{(generated - len(self.outputs)) / (self.seconds - until_text):,.1f}",
+                _rate(generated - len(self.outputs), afterwards),
             ),
         ]
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f"{tokens / seconds:,.0f}" if seconds > 0 else "-"
 
 
 def ask(llm: LLM, console: Any, name: str, conversations: list[list[dict[str, str]]], params: Any) -> Asked:

@@ -11,6 +11,7 @@ from typing import Any
 from kvikk.cli.arguments import (
     add_engine_arguments,
     add_logging_argument,
+    add_result_arguments,
     add_sampling_arguments,
     engine_options,
     read_text,
@@ -27,6 +28,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each prompt")
     add_sampling_arguments(parser)
+    add_result_arguments(parser)
     add_engine_arguments(parser)
     add_logging_argument(parser)
     parser.set_defaults(run=run)
@@ -34,15 +36,19 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the command."""
-    params = sampling_params(parsed)
     options = engine_options(parsed)
+    params = sampling_params(parsed, options)
+    if params.logprobs is not None and not parsed.json:
+        raise InvalidRequest("--logprobs has nowhere to show without --json: add it")
     texts = [*parsed.prompts, *map(read_text, parsed.prompt_file)]
     if not texts:
+        if sys.stdin.isatty():
+            print("kvikk: type the prompt, then Ctrl-D", file=sys.stderr)
         texts = [sys.stdin.read()]
     if not all(texts):
         raise InvalidRequest("the prompt is empty: give some text")
 
-    from kvikk.llm import LLM  # after the checks: loading torch and transformers takes seconds
+    from kvikk.llm import LLM  # after the checks: it brings transformers
 
     llm = LLM(**options)
     prompts: Any = texts

@@ -30,6 +30,10 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
             raise ConfigError(f"--max-num-seqs {self.max_num_seqs} must be at least 1")
+        if self.no_progress_steps < 1:
+            raise ConfigError(f"--no-progress-steps {self.no_progress_steps} must be at least 1")
+        if not 0 <= self.admission_reserve < 1:
+            raise ConfigError(f"--admission-reserve {self.admission_reserve} is not a share from 0 to below 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs}: "

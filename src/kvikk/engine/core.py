@@ -13,7 +13,7 @@ from typing import Protocol
 from kvikk.engine.config import EngineConfig
 from kvikk.engine.request import FinishReason, Request, Row
 from kvikk.engine.sampler import SampledToken
-from kvikk.engine.sampling_params import SamplingParams
+from kvikk.engine.sampling_params import SamplingParams, whole_number
 from kvikk.engine.scheduler import ScheduledRow, Scheduler, StepPlan
 from kvikk.errors import ConfigError, InvalidRequest, KvikkError, PromptTooLong, StepFailed
 from kvikk.memory import BlockPool
@@ -114,7 +114,9 @@ class Engine:
         self._runner = runner
         self._clock = clock
         self._seeds = seeds or random.Random(config.seed)
-        self._ids = count()
+        self._numbers = count()
+        # A head can be smaller than the tokenizer thinks: an end token that cannot be sampled is none.
+        self._eos = frozenset(token for token in limits.eos_token_ids if token < limits.vocabulary)
         self._requests: dict[str, Request] = {}
         self._idle_steps = 0
 
@@ -148,17 +150,25 @@ class Engine:
                 f"n is {params.n}, at most --max-num-seqs {self._config.scheduler.max_num_seqs} texts are written "
                 "at once: ask for fewer, or raise it"
             )
+        for token in params.stop_tokens:
+            if token >= self.limits.vocabulary:
+                raise InvalidRequest(
+                    f"stop token id {token} is outside the model's vocabulary of {self.limits.vocabulary}: it can "
+                    "never come"
+                )
+        number = next(self._numbers)
         if request_id is None:
-            request_id = next(name for i in self._ids if (name := f"request-{i}") not in self._requests)
-        elif request_id in self._requests:
+            request_id = f"request-{number}"
+        if request_id in self._requests:
             raise InvalidRequest(f"request id {request_id!r} is in use: choose another")
-        eos = frozenset() if params.ignore_eos else self.limits.eos_token_ids
+        eos = frozenset() if params.ignore_eos else self._eos
         request = Request(
             id=request_id,
+            number=number,
             prompt_token_ids=prompt,
             params=params,
             seed=(self._seeds.getrandbits(64) if params.seed is None else params.seed) & (2**64 - 1),
-            stop_ids=eos | frozenset(params.stop_token_ids),
+            stop_ids=eos | frozenset(params.stop_tokens),
             arrival_s=self._clock(),
         )
         row = Row(request=request, choice=0, tokens=list(prompt), keys=[self._keyspace.root(salt)], unforked=params.n)
@@ -168,14 +178,29 @@ class Engine:
         return request
 
     def abort(self, request_id: str, choice: int | None = None) -> bool:
-        """End a request, or one of its texts, and give its blocks back. False when it is not there any more."""
+        """End a request, or one of its texts, and give its blocks back. False when there was nothing to end.
+
+        A text that is given up before its prompt has been computed ends when the others begin.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return False
-        for row in request.rows:
-            if row.finish_reason is None and choice in (None, row.choice):
-                self._finish(row, FinishReason.ABORT)
-        return True
+        first = request.rows[0]
+        if choice is not None and first.unforked > 1 and first.finish_reason is None:
+            if not 0 <= choice < first.unforked or choice in request.aborted_choices:
+                return False
+            request.aborted_choices.add(choice)
+            if len(request.aborted_choices) == first.unforked:
+                self._finish(first, FinishReason.ABORT)
+            return True
+        ended = [row for row in request.rows if row.finish_reason is None and choice in (None, row.choice)]
+        for row in ended:
+            self._finish(row, FinishReason.ABORT)
+        return bool(ended)
+
+    def is_active(self, request_id: str) -> bool:
+        """Whether a request has texts that have not ended."""
+        return request_id in self._requests
 
     def step(self) -> list[EngineOutput]:
         """Compute one batch. Returns the new tokens and ends, in the order of the batch."""
@@ -187,11 +212,16 @@ class Engine:
             sampled = self._runner.execute(plan)
         except Exception as error:
             logger.exception("step %d failed with %d rows", self.steps, len(plan.rows))
-            return [self._fail(s.row, StepFailed(f"the step failed: {error!r}")) for s in plan.rows]
+            failure = StepFailed(f"the step failed: {error!r}")
+            return [out for s in plan.rows for out in self._fail(s.row, failure)]
+        except BaseException:  # interrupted: as if the step had not been planned
+            self.scheduler.roll_back(plan)
+            raise
         self.steps += 1
         self.computed_tokens += plan.tokens
-        self.scheduler.commit(plan)
-        return [out for s, tokens in zip(plan.rows, sampled, strict=True) for out in self._advance(s, tokens)]
+        results = list(zip(plan.rows, sampled, strict=True))
+        self.scheduler.commit(s.row for s, tokens in results if tokens or not s.samples)
+        return [out for s, tokens in results for out in self._advance(s, tokens)]
 
     def check(self) -> None:
         """Recount all memory.
@@ -215,12 +245,10 @@ class Engine:
         return self.prefix.pin(name, keys[1:])
 
     def _checked_prompt(self, token_ids: Sequence[int]) -> list[int]:
-        prompt = list(token_ids)
+        prompt = [whole_number("token id", token) for token in token_ids]
         if not prompt:
             raise InvalidRequest("the prompt is empty: give at least one token")
         for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise InvalidRequest(f"token id {token!r} is not a whole number")
             if not 0 <= token < self.limits.vocabulary:
                 raise InvalidRequest(
                     f"token id {token} is outside the model's vocabulary: ids lie between 0 and "
@@ -239,7 +267,8 @@ class Engine:
         if not scheduled.samples:
             return []
         if not tokens:
-            return [self._fail(row, StepFailed("the model's logits are not finite: this request cannot go on"))]
+            self.prefix.discard(row.blocks)  # whatever made the logits so may lie in them
+            return self._fail(row, StepFailed("the model's logits are not finite: this request cannot go on"))
         request = row.request
         if len(tokens) > 1:
             row.unforked = 1
@@ -249,7 +278,10 @@ class Engine:
             ]
             request.rows.extend(choices)
             self.scheduler.fork(row, choices)
-            return [self._append(r, token) for r, token in zip([row, *choices], tokens, strict=True)]
+            for given_up in request.aborted_choices:
+                self._finish(request.rows[given_up], FinishReason.ABORT)
+            both = zip(request.rows, tokens, strict=True)
+            return [self._append(r, token) for r, token in both if r.finish_reason is None]
         return [self._append(row, tokens[0])]
 
     def _append(self, row: Row, token: SampledToken) -> EngineOutput:
@@ -258,7 +290,7 @@ class Engine:
         reason, stop_id = None, None
         if token.token_id in row.request.stop_ids and generated >= row.request.params.min_tokens:
             reason = FinishReason.STOP
-            stop_id = None if token.token_id in self.limits.eos_token_ids else token.token_id
+            stop_id = None if token.token_id in self._eos else token.token_id
         elif generated == row.request.params.max_tokens or len(row.tokens) >= self.limits.max_model_len:
             reason = FinishReason.LENGTH
         if reason is not None:
@@ -267,10 +299,15 @@ class Engine:
             request=row.request, choice=row.choice, token=token, finish_reason=reason, stop_token_id=stop_id
         )
 
-    def _fail(self, row: Row, error: KvikkError) -> EngineOutput:
+    def _fail(self, row: Row, error: KvikkError) -> list[EngineOutput]:
+        """End a row with an error: one output for each text that it stands for."""
         logger.error("request %s failed: %s", row.id, error)
         self._finish(row, FinishReason.ERROR)
-        return EngineOutput(request=row.request, choice=row.choice, finish_reason=FinishReason.ERROR, error=error)
+        return [
+            EngineOutput(request=row.request, choice=choice, finish_reason=FinishReason.ERROR, error=error)
+            for choice in range(row.choice, row.choice + row.unforked)
+            if choice not in row.request.aborted_choices
+        ]
 
     def _finish(self, row: Row, reason: FinishReason) -> None:
         self.scheduler.remove(row, reason)
@@ -283,14 +320,12 @@ class Engine:
         if self._idle_steps < self._config.scheduler.no_progress_steps:
             return []
         self._idle_steps = 0
-        row = self.scheduler.waiting[0]
-        return [
-            self._fail(
-                row,
-                StepFailed(
-                    f"no progress in {self._config.scheduler.no_progress_steps} steps: {len(row.tokens)} tokens wait "
-                    f"for memory, {self.pool.free} blocks are free, {self.pool.cached} cached, {self.pool.held} held "
-                    f"of {self.pool.total}"
-                ),
-            )
-        ]
+        row = next(iter([*self.scheduler.waiting, *self.scheduler.running]))
+        return self._fail(
+            row,
+            StepFailed(
+                f"no progress in {self._config.scheduler.no_progress_steps} steps: {len(row.tokens)} tokens wait for "
+                f"memory, {self.pool.free} blocks are free, {self.pool.cached} cached, {self.pool.held} held of "
+                f"{self.pool.total}"
+            ),
+        )

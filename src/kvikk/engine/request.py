@@ -30,25 +30,31 @@ class Segment(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt and the rows that answer it."""
+    """One prompt and the rows that answer it. `number` counts requests in the order of their arrival."""
 
     id: str
+    number: int
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int]
     arrival_s: float
     rows: list[Row] = field(default_factory=list)
+    aborted_choices: set[int] = field(default_factory=set)
+    """Texts that were given up before the row forked."""
     cached_tokens: int = 0
+    held_blocks: int = 0
     peak_blocks: int = 0
 
-    def note_blocks(self) -> None:
-        """Keep the largest number of distinct blocks that the rows have held together."""
-        if len(self.rows) == 1:
-            held = len(self.rows[0].blocks)
-        else:
-            held = len({block for row in self.rows for block in row.blocks})
-        self.peak_blocks = max(self.peak_blocks, held)
+    def note_block(self) -> None:
+        """One of the rows took a fresh block."""
+        self.held_blocks += 1
+        self.peak_blocks = max(self.peak_blocks, self.held_blocks)
+
+    def recount_blocks(self) -> None:
+        """The rows' blocks changed otherwise: count the distinct ones."""
+        self.held_blocks = len({block for row in self.rows for block in row.blocks})
+        self.peak_blocks = max(self.peak_blocks, self.held_blocks)
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +77,8 @@ class Row:
     unforked: int = 1
     """Texts that this row stands for: `n` until the first token is sampled."""
     preemptions: int = 0
+    computed_once: int = 0
+    """Positions below this had been computed when the row was last preempted."""
     waits_for: BlockKey | None = None
     is_running: bool = False
     finish_reason: FinishReason | None = None

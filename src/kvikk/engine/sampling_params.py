@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -27,7 +28,7 @@ class SamplingParams:
         temperature: 0 is greedy; 1 samples from the model's own distribution.
         top_k: sample among the k likeliest tokens; 0 or -1: among all.
         top_p: sample among the likeliest tokens that hold this mass.
-        seed: one seed gives one text, alone or in any batch; None draws one.
+        seed: one seed gives one text, alone or in any batch; None or -1 draws one.
         max_tokens: at most this many tokens; None: up to the maximum model length.
         min_tokens: end-of-text and stop tokens are barred before this many.
         stop: strings that end the text; they are cut off unless `include_stop_str_in_output`.
@@ -45,8 +46,8 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
@@ -58,6 +59,8 @@ class SamplingParams:
         self._real("top_p", self.top_p, 0.0, 1.0, above=True)
         self._whole("top_k", self.top_k, -1, 2**31 - 1)
         self._whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         if self.seed is not None:
             self._whole("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
@@ -91,22 +94,32 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as checked."""
-        return tuple(self.stop)
+        assert isinstance(self.stop, tuple)
+        return self.stop
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """`stop_token_ids` as checked."""
+        assert isinstance(self.stop_token_ids, tuple)
+        return self.stop_token_ids
 
     def _whole(self, name: str, value: object, low: int, high: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidRequest(f"{name} is {value!r}: it must be a whole number")
-        if not low <= value <= high:
-            raise InvalidRequest(f"{name} is {value}: it must lie between {low} and {high}")
+        number = whole_number(name, value)
+        if not low <= number <= high:
+            raise InvalidRequest(f"{name} is {number}: it must lie between {low} and {high}")
+        object.__setattr__(self, name, number)
 
     def _real(self, name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool | str) or not hasattr(value, "__float__"):
             raise InvalidRequest(f"{name} is {value!r}: it must be a number")
-        if not math.isfinite(value) or not low <= value <= high or (above and value == low):
-            raise InvalidRequest(f"{name} is {value}: it must lie {'above' if above else 'between'} {low} and {high}")
+        number = float(value)
+        if not math.isfinite(number) or not low <= number <= high or (above and number == low):
+            limits = f"above {low} and up to {high}" if above else f"between {low} and {high}"
+            raise InvalidRequest(f"{name} is {number}: it must lie {limits}")
+        object.__setattr__(self, name, number)
 
     def _checked_stop(self) -> tuple[str, ...]:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         if not isinstance(stop, Sequence) or not all(isinstance(text, str) for text in stop):
             raise InvalidRequest(f"stop is {stop!r}: it must be a string or a list of strings")
         if len(stop) > MAX_STOP_STRINGS:
@@ -119,11 +132,27 @@ class SamplingParams:
         return tuple(stop)
 
     def _checked_stop_ids(self) -> tuple[int, ...]:
-        ids: Any = self.stop_token_ids  # from outside: its type is checked here
+        ids: Any = () if self.stop_token_ids is None else self.stop_token_ids  # from outside: checked here
         if not isinstance(ids, list | tuple | set | frozenset | range):
             raise InvalidRequest(f"stop_token_ids is {ids!r}: it must be a list of token ids")
-        for token in ids:
-            self._whole("stop_token_ids", token, 0, 2**31 - 1)
         if len(ids) > MAX_STOP_STRINGS:
             raise InvalidRequest(f"stop_token_ids holds {len(ids)} ids, at most {MAX_STOP_STRINGS}: give fewer")
-        return tuple(ids)
+        tokens = tuple(whole_number("stop_token_ids", token) for token in ids)
+        for token in tokens:
+            if token < 0:
+                raise InvalidRequest(f"stop_token_ids is {token}: token ids are not negative")
+        return tokens
+
+
+def whole_number(name: str, value: object) -> int:
+    """The value as an int, numpy's whole numbers included.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise InvalidRequest(f"{name} {value!r} is not a whole number")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -49,13 +50,14 @@ class Scheduler:
     what the token budget leaves, then new rows. As a row keeps its seat while its prompt is computed, fewer rows than
     the budget has tokens can be decoding then: neither side starves.
 
-    When memory runs out, the row that came last loses its blocks and goes back to the head of the queue; full blocks
-    stay in the prefix cache until others need the room. The first row always gets on.
+    Both queues are in the order of arrival, also after preemption. When memory runs out, the running row that arrived
+    last loses its blocks and waits again; full blocks stay in the prefix cache until others need the room. The first
+    row always gets on.
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, prefix: PrefixCache, page_size: int) -> None:
         self.config = config
-        self.waiting: deque[Row] = deque()
+        self.waiting: list[Row] = []
         self.running: list[Row] = []
         self.preemptions = 0
         self._pool = pool
@@ -64,8 +66,8 @@ class Scheduler:
         self._reserve = ceil(config.admission_reserve * pool.total)
 
     def add(self, row: Row) -> None:
-        """Queue a row."""
-        self.waiting.append(row)
+        """Queue a row by its arrival."""
+        insort(self.waiting, row, key=_arrival)
 
     def schedule(self) -> StepPlan:
         """Plan one step, taking the blocks it needs. Every plan must be followed by `commit`, or its rows removed."""
@@ -80,10 +82,11 @@ class Scheduler:
             self._admit(plan)
         return plan
 
-    def commit(self, plan: StepPlan) -> None:
-        """The plan has been computed: index the blocks that became full."""
-        for scheduled in plan.rows:
-            row = scheduled.row
+    def commit(self, rows: Iterable[Row]) -> None:
+        """What these rows were planned to compute has been computed: index the blocks that became full."""
+        if not self._prefix.enabled:
+            return
+        for row in rows:
             complete = row.front // self._page_size
             if complete > row.indexed_blocks:
                 keys = row.full_block_keys(self._page_size)[row.indexed_blocks : complete]
@@ -91,6 +94,12 @@ class Scheduler:
                     self._prefix.insert(key, row.blocks[index], index)
                 self._prefix.unclaim(keys, row)
                 row.indexed_blocks = complete
+
+    def roll_back(self, plan: StepPlan) -> None:
+        """A plan will not be carried out: its rows wait again, as after a preemption."""
+        for scheduled in reversed(plan.rows):
+            if scheduled.row.is_running:
+                self._preempt(scheduled.row)
 
     def fork(self, row: Row, choices: list[Row]) -> None:
         """Rows that continue a running row: they share its blocks until they write."""
@@ -101,6 +110,7 @@ class Scheduler:
             choice.is_running = True
         at = self.running.index(row) + 1
         self.running[at:at] = choices
+        row.request.recount_blocks()
 
     def remove(self, row: Row, reason: FinishReason) -> None:
         """A row has ended: its blocks go back."""
@@ -136,7 +146,7 @@ class Scheduler:
             shared, row.blocks[index] = row.blocks[index], block
             plan.copies.append((shared, block))
             self._prefix.release([shared])
-        row.request.note_blocks()
+        row.request.note_block()
         return True
 
     def _preempt(self, row: Row) -> None:
@@ -148,15 +158,18 @@ class Scheduler:
             row.id, row.preemptions, len(row.tokens) - row.missing_tokens, len(row.blocks),
             self._pool.free, self._pool.cached, self._pool.held, self._pool.total,
         )  # fmt: skip
+        row.computed_once = row.front
         self._vacate(row)
         self.running.remove(row)
-        self.waiting.appendleft(row)
+        self.add(row)
 
     def _vacate(self, row: Row) -> None:
         """Return a running row to the state of a waiting one."""
-        self._prefix.unclaim(row.full_block_keys(self._page_size)[row.indexed_blocks :], row)
+        if self._prefix.enabled:
+            self._prefix.unclaim(row.full_block_keys(self._page_size)[row.indexed_blocks :], row)
         self._prefix.release(row.blocks)
         row.blocks, row.segments = [], []
+        row.request.recount_blocks()
         row.indexed_blocks = 0
         row.is_running = row.is_query_only = False
 
@@ -166,15 +179,16 @@ class Scheduler:
         """Start waiting rows in order, while seats, tokens and blocks last.
 
         A row whose blocks another one is computing is passed over until these are there; a row for which memory is
-        short is not, so that small ones behind it cannot keep it waiting.
+        short is not, so that small ones behind it cannot keep it waiting. No more rows are looked at in a step than
+        there are seats: the first look at a row hashes its prompt.
         """
         seats = self.config.max_num_seqs - sum(row.unforked for row in self.running)
-        for row in list(self.waiting):
+        for row in self.waiting[: self.config.max_num_seqs]:
             if plan.tokens >= self.config.max_num_batched_tokens or row.unforked > seats:
                 return
             if row.waits_for is not None and self._prefix.is_claimed([row.waits_for]):
                 continue
-            keys = row.full_block_keys(self._page_size)
+            keys = row.full_block_keys(self._page_size) if self._prefix.enabled else []
             hits = self._prefix.lookup(keys)
             missing_keys = [key for key, hit in zip(keys, hits, strict=True) if hit is None]
             row.waits_for = next((key for key in missing_keys if self._prefix.is_claimed([key])), None)
@@ -183,7 +197,6 @@ class Scheduler:
             if not self._start(row, hits):
                 return
             self._prefix.claim(missing_keys, row)
-            self.waiting.remove(row)
             seats -= row.unforked
             plan.add(row, self.config.max_num_batched_tokens - plan.tokens)
 
@@ -191,7 +204,8 @@ class Scheduler:
         """Give a row all the blocks its known tokens need, and its segments; False when there is no room."""
         found = [block for block in hits if block is not None]
         needed = ceil(len(row.tokens) / self._page_size) - len(found)
-        reserve = max(self._reserve, len(self.running)) if self.running else 0  # each may need a block soon
+        tails = sum(other.unforked for other in self.running) + row.unforked - 1  # each may need a block soon
+        reserve = max(self._reserve, tails) if self.running else 0
         evictable = self._pool.cached - sum(self._pool.references(block) == 0 for block in found)
         if needed + reserve > self._pool.free + evictable:
             return False
@@ -206,9 +220,10 @@ class Scheduler:
             row.segments.append(Segment(length - 1, length))
             row.is_query_only = True
         row.is_running = True
-        self.running.append(row)
+        self.waiting.remove(row)
+        insort(self.running, row, key=_arrival)
         self._count(row)
-        row.request.note_blocks()
+        row.request.recount_blocks()
         return True
 
     def _missing_segments(self, length: int, hits: list[BlockId | None]) -> list[Segment]:
@@ -230,8 +245,12 @@ class Scheduler:
         found = len(row.tokens) - missing
         if row.preemptions:
             counters.resumed += found
-            counters.recomputed += missing
+            counters.recomputed += sum(max(0, min(stop, row.computed_once) - start) for start, stop in row.segments)
         else:
             counters.queries += len(row.tokens)
             counters.hits += found
             row.request.cached_tokens = found
+
+
+def _arrival(row: Row) -> int:
+    return row.request.number

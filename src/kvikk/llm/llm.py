@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +14,13 @@ from kvikk.engine import EngineConfig, SamplingParams, build_engine
 from kvikk.errors import InvalidRequest, KvikkError
 from kvikk.llm.outputs import RequestOutput, StreamDelta
 from kvikk.llm.writer import RequestWriter
+from kvikk.memory import check_device
 from kvikk.models import load_model
+
+logger = logging.getLogger(__name__)
+
+NOT_HONOURED = {"repetition_penalty": 1.0, "min_p": 0.0}
+"""Suggestions of generation configs that the sampler does not know yet, and their values that change nothing."""
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, its token ids, or `{"prompt": ...}` or `{"prompt_token_ids": [...]}` as in vLLM."""
@@ -40,6 +48,7 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.config = build(EngineConfig, {"model": model, **options})
         chosen = self.config.model
+        check_device(self.config.memory, chosen.torch_device())
         self.loaded = load_model(
             chosen.model,
             dtype=chosen.dtype,
@@ -48,6 +57,12 @@ class LLM:
             revision=chosen.revision,
             tokenizer=chosen.tokenizer,
         )
+        for name, neutral in NOT_HONOURED.items():
+            suggested = self.loaded.generation_defaults.get(name, neutral)
+            if suggested != neutral:
+                logger.warning(
+                    "the model's generation config suggests %s %s, which is not supported yet", name, suggested
+                )
         self.engine, self.capacity = build_engine(self.loaded, self.config)
         self._writers: dict[str, RequestWriter] = {}
 
@@ -129,15 +144,22 @@ class LLM:
                 text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
             except Exception as error:
                 raise InvalidRequest(f"the model's chat template refuses these messages: {error}") from error
-            ids = tokenizer(text, add_special_tokens=False).input_ids
+            ids = self._tokenize(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return prompts
 
     # Encoding
 
     def _encode(self, prompts: Prompt | Sequence[Prompt]) -> list[_Encoded]:
-        is_one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        return [self._encode_one(prompt) for prompt in ([prompts] if is_one else prompts)]  # type: ignore[arg-type]
+        given: Any = prompts  # from outside: its type is checked here
+        if isinstance(given, str | Mapping):
+            return [self._encode_one(given)]
+        if not isinstance(given, Sequence):
+            raise InvalidRequest(
+                f"prompts are {type(given).__name__}: give a text, a list of token ids, or a list of these"
+            )
+        is_one = len(given) > 0 and hasattr(given[0], "__index__")
+        return [self._encode_one(prompt) for prompt in ([given] if is_one else given)]
 
     def _encode_one(self, prompt: Prompt) -> _Encoded:
         text: object = None
@@ -151,11 +173,18 @@ class LLM:
             text, ids = prompt, None
         if text is not None and not isinstance(text, str):
             raise InvalidRequest(f"a prompt is {type(text).__name__}: it must be text")
-        if ids is None:
-            ids = self.loaded.tokenizer(text).input_ids
+        if ids is None and text is not None:
+            ids = self._tokenize(text)
         if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
             raise InvalidRequest(f"a prompt is {type(ids).__name__}: it must be text or a list of token ids")
         return _Encoded(text, list(ids))
+
+    def _tokenize(self, text: str, **options: Any) -> list[int]:
+        try:
+            ids: list[int] = self.loaded.tokenizer(text, **options).input_ids
+        except (TypeError, UnicodeError) as error:  # lone surrogates are no text
+            raise InvalidRequest(f"the prompt is not valid Unicode text and cannot be tokenised: {error}") from error
+        return ids
 
     # Running
 
@@ -164,18 +193,24 @@ class LLM:
     ) -> Iterator[StreamDelta]:
         """Start all prompts at the first `next`, then hand out their deltas as the reader asks for them."""
         params = self._params_for(len(encoded), sampling_params)
-        writers: list[RequestWriter] = []
+        deltas: deque[StreamDelta] = deque()
+        unfinished: dict[int, RequestWriter] = {}
         try:
             for index, (prompt, choice) in enumerate(zip(encoded, params, strict=True)):
-                writers.append(self._start(prompt, choice, index, len(encoded)))
-            while any(not writer.is_finished or writer.deltas for writer in writers):
-                for writer in writers:
-                    while writer.deltas:
-                        yield writer.deltas.popleft()
-                if not all(writer.is_finished for writer in writers):
-                    self._step()
+                self._start(prompt, choice, index, len(encoded), deltas, unfinished)
+            while unfinished:
+                self._step()
+                if not deltas:
+                    for writer in unfinished.values():
+                        if not self.engine.is_active(writer.request.id):
+                            writer.abandon()
+                while deltas:
+                    delta = deltas.popleft()
+                    if delta.output is not None:
+                        self._writers.pop(unfinished.pop(delta.prompt_index).request.id)
+                    yield delta
         finally:
-            for writer in writers:
+            for writer in unfinished.values():
                 self.engine.abort(writer.request.id)
                 self._writers.pop(writer.request.id, None)
 
@@ -186,11 +221,22 @@ class LLM:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             return [params] * count
+        if not isinstance(params, list | tuple):
+            raise InvalidRequest(f"sampling_params is {type(params).__name__}: it must be SamplingParams, or a list")
         if len(params) != count:
             raise InvalidRequest(f"{count} prompts came with {len(params)} sampling_params: give one, or one for each")
         return params
 
-    def _start(self, prompt: _Encoded, params: SamplingParams, index: int, count: int) -> RequestWriter:
+    def _start(
+        self,
+        prompt: _Encoded,
+        params: SamplingParams,
+        index: int,
+        count: int,
+        deltas: deque[StreamDelta],
+        unfinished: dict[int, RequestWriter],
+    ) -> None:
+        """Queue one prompt of a call, and note its writer where it will be found."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params is {type(params).__name__}: it must be SamplingParams")
         try:
@@ -199,19 +245,23 @@ class LLM:
             if count == 1:
                 raise
             raise type(error)(f"prompt {index} of {count}: {error}") from error
-        writer = RequestWriter(
-            request,
-            prompt=prompt.text,
-            prompt_index=index,
-            tokenizer=self.loaded.tokenizer,
-            geometry=self.capacity.geometry,
-        )
-        self._writers[request.id] = writer
-        return writer
+        try:
+            writer = RequestWriter(
+                request,
+                prompt=prompt.text,
+                prompt_index=index,
+                tokenizer=self.loaded.tokenizer,
+                geometry=self.capacity.geometry,
+                deltas=deltas,
+            )
+        except BaseException:
+            self.engine.abort(request.id)
+            raise
+        self._writers[request.id] = unfinished[index] = writer
 
     def _step(self) -> None:
         """One step for everyone: several readers may be interleaved, each finds its own deltas."""
         for out in self.engine.step():
-            writer = self._writers[out.request.id]
-            if writer.take(out):
+            writer = self._writers.get(out.request.id)  # None: a request that was added to the engine itself
+            if writer is not None and writer.take(out):
                 self.engine.abort(out.request.id, out.choice)

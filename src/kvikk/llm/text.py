@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT_TOKENS = 6
+_LONGEST_WINDOW = 64
+"""Tokens that may pass without any text (skipped special ones) before the window moves on."""
 
 
 class Detokenizer:
@@ -32,13 +34,14 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
         self._given = len(self._window)
-        self._known = self._decode(self._window)
+        self._known = self._decode(self._window).rstrip(REPLACEMENT)  # a character that the prompt began is ours
 
     def push(self, token_id: int) -> str:
         """The text that a token completes; empty while a character is unfinished."""
         self._window.append(token_id)
         text = self._decode(self._window)
-        if text.endswith(REPLACEMENT) or len(text) <= len(self._known):
+        is_waiting = text.endswith(REPLACEMENT) or len(text) <= len(self._known)
+        if is_waiting and len(self._window) < _LONGEST_WINDOW:
             return ""
         return self._give(text)
 
@@ -74,11 +77,14 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """The text that is safe to give out. After a match, `matched` is set and nothing more comes."""
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """The text that is safe to give out. After a match, `matched` is set and nothing more comes.
+
+        Without `may_stop`, a stop string that ends here does not count; one that ends in a later push does.
+        """
         self._held += text
         found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
+        if found and may_stop:
             at, self.matched = min(found, key=lambda match: (match[0], -len(match[1])))
             end = at + len(self.matched) if self._include else at
             return self._release(end)

@@ -58,10 +58,9 @@ class TextWriter:
         return self._matcher.matched is not None
 
     def _match(self, text: str) -> str:
-        if len(self.output.token_ids) > self._params.min_tokens:
-            text = self._matcher.push(text)
-        self.output.text += text
-        return text
+        shown = self._matcher.push(text, may_stop=len(self.output.token_ids) > self._params.min_tokens)
+        self.output.text += shown
+        return shown
 
     def _note_logprobs(self, token: SampledToken) -> None:
         assert token.logprobs is not None
@@ -75,7 +74,7 @@ class TextWriter:
 
 
 class RequestWriter:
-    """The texts of one request, and the deltas that its reader has not taken yet."""
+    """The texts of one request; what is new goes to `deltas`, which the prompts of one call share."""
 
     def __init__(
         self,
@@ -85,9 +84,10 @@ class RequestWriter:
         prompt_index: int,
         tokenizer: PreTrainedTokenizerBase,
         geometry: KVGeometry,
+        deltas: deque[StreamDelta],
     ) -> None:
         self.request = request
-        self.deltas: deque[StreamDelta] = deque()
+        self._deltas = deltas
         self._prompt = prompt
         self._prompt_index = prompt_index
         self._geometry = geometry
@@ -121,6 +121,12 @@ class RequestWriter:
             self._give(out.choice, text)
         return writer.has_matched and out.finish_reason is None
 
+    def abandon(self) -> None:
+        """The engine knows the request no more (somebody aborted it there): end what has not ended."""
+        for index, text in enumerate(self._texts):
+            if text.output.finish_reason is None:
+                self._give(index, text.finish(FinishReason.ABORT, None))
+
     def result(self) -> RequestOutput:
         """The request's result as it stands."""
         blocks = self.request.peak_blocks
@@ -141,7 +147,7 @@ class RequestWriter:
 
     def _give(self, index: int, text: str) -> None:
         tokens, self._ungiven[index] = self._ungiven[index], []
-        self.deltas.append(
+        self._deltas.append(
             StreamDelta(
                 prompt_index=self._prompt_index,
                 index=index,

@@ -9,7 +9,7 @@ all or nothing. Read `pool` first.
 """
 
 from kvikk.memory.pool import BlockPool
-from kvikk.memory.sizing import MemoryConfig, format_bytes, pool_blocks
+from kvikk.memory.sizing import MemoryConfig, check_device, format_bytes, pool_blocks
 from kvikk.memory.storage import KVStore
 
-__all__ = ["BlockPool", "KVStore", "MemoryConfig", "format_bytes", "pool_blocks"]
+__all__ = ["BlockPool", "KVStore", "MemoryConfig", "check_device", "format_bytes", "pool_blocks"]

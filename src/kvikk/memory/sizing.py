@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
 
 import psutil
 import torch
@@ -14,6 +16,7 @@ from kvikk.geometry import KVGeometry
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+CGROUP = Path("/sys/fs/cgroup")
 DEFAULT_CPU_KV_MEMORY = "50%"
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 
@@ -55,6 +58,8 @@ def parse_kv_memory(text: str, *, free_bytes: int) -> int:
     if match is None or (unit != "%" and unit not in _UNITS):
         raise ConfigError(f"--kv-memory {text!r} is not a size: write 4GiB, 500MB or 50%")
     number = float(match[1])
+    if not isfinite(number) or number > 2**60:
+        raise ConfigError(f"--kv-memory {text!r} is more than any machine has")
     if unit == "%" and number > 100:
         raise ConfigError(f"--kv-memory {text!r} is more than all free memory: at most 100%")
     size = int(number / 100 * free_bytes) if unit == "%" else int(number * _UNITS[unit])
@@ -64,10 +69,34 @@ def parse_kv_memory(text: str, *, free_bytes: int) -> int:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Memory that a new allocation could take now on the device."""
+    """Memory that a new allocation could take now on the device, within the limits of a container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return int(psutil.virtual_memory().available)
+    return min([int(psutil.virtual_memory().available), *_container_rooms(CGROUP)])
+
+
+def _container_rooms(folder: Path) -> list[int]:
+    """What control groups leave of their memory limits (version 2, then 1); nothing where there is no limit."""
+    rooms = []
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            rooms.append(max(0, int((folder / limit).read_text()) - int((folder / used).read_text())))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return rooms
+
+
+def check_device(config: MemoryConfig, device: torch.device) -> None:
+    """Refuse, before a model is loaded, what the device cannot honour.
+
+    Raises:
+        ConfigError: `gpu_memory_utilization` without a GPU.
+    """
+    if config.gpu_memory_utilization is not None and device.type != "cuda":
+        raise ConfigError("--gpu-memory-utilization needs a GPU: on this device give --kv-memory, such as 4GiB or 50%")
 
 
 def pool_blocks(config: MemoryConfig, geometry: KVGeometry, device: torch.device) -> int:
@@ -76,14 +105,13 @@ def pool_blocks(config: MemoryConfig, geometry: KVGeometry, device: torch.device
     Raises:
         ConfigError: the memory asked for is not there, or holds no block.
     """
+    check_device(config, device)
     free_bytes = free_memory_bytes(device)
     if device.type == "cuda" and config.kv_memory is None:
         total_bytes = torch.cuda.mem_get_info(device)[1]
         share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
         size_bytes = int(total_bytes * share) - (total_bytes - free_bytes)
         asked = f"--gpu-memory-utilization {share}"
-    elif config.gpu_memory_utilization is not None:
-        raise ConfigError("--gpu-memory-utilization needs a GPU: on this device give --kv-memory, such as 4GiB or 50%")
     else:
         text = config.kv_memory or DEFAULT_CPU_KV_MEMORY
         size_bytes = parse_kv_memory(text, free_bytes=free_bytes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,14 @@ from kvikk.models.family import FamilyConfig
 from kvikk.models.projection import PackedProjection, Projection, pack
 from kvikk.models.protocol import AttentionStep
 from kvikk.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from kvikk.models.fused import FusedOperations
+
+_LOG = logging.getLogger(__name__)
+
+FEW_ROWS = 64
+"""Up to here one thread rotates and gates faster than torch sets its threads to work."""
 
 PROJECTIONS = ("qkv", "output", "gate_up", "down")
 NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm")
@@ -79,6 +89,19 @@ def _packed(projection: Projection | PackedProjection) -> Projection | PackedPro
     return pack(projection) if isinstance(projection, Projection) else projection
 
 
+class Rotary(NamedTuple):
+    """The rows of the rotary table that a step's tokens need.
+
+    Args:
+        table: `[tokens, 2, rotary_dim]`.
+        cos, sin: its views `[tokens, 1, rotary_dim]`.
+    """
+
+    table: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
 class LlamaModel:
     """A `CausalLM` of the Llama family. Holds no state but its weights, so one instance serves any step.
 
@@ -95,51 +118,74 @@ class LlamaModel:
         self.weights = weights
         self.rope = rope
         weights.pack()
+        self._fused = _fused_operations(config, weights)
         self._scale = config.head_dim**-0.5
 
     @torch.no_grad()
     def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionStep, logits_at: Tensor) -> Tensor:
         """See `CausalLM.forward`. Positions must be below the length that the model was loaded for."""
-        weights = self.weights
+        weights, config = self.weights, self.config
         x = F.embedding(token_ids, weights.embedding)  # [tokens, hidden]
-        cos, sin = self.rope.index_select(0, positions).unsqueeze(2).unbind(1)  # [tokens, 1, rotary_dim]
+        table = self.rope.index_select(0, positions)
+        rotary = Rotary(table, *table.unsqueeze(2).unbind(1))
         last = len(weights.layers) - 1
+        normed = x if config.post_norm else self._norm(x, weights.layers[0].attention_norm)
         for index, layer in enumerate(weights.layers):
-            attended = self._attend(index, layer, x, cos, sin, step)
+            attended = self._attend(index, layer, normed, rotary, step)
             if index == last:  # what follows acts on each token alone: go on with the wanted ones only
                 attended, x = attended.index_select(0, logits_at), x.index_select(0, logits_at)
-            x = self._combine(layer, x, attended)
-        return weights.head(self._norm(x, weights.norm))
+            if config.post_norm:
+                x = x + self._norm(layer.output(attended), layer.attention_norm)
+                x = x + self._norm(self._mlp(layer, x), layer.mlp_norm)
+                normed = self._norm(x, weights.norm) if index == last else x
+            else:
+                following = weights.norm if index == last else weights.layers[index + 1].attention_norm
+                x, normed = self._add_norm(x, layer.output(attended), layer.mlp_norm)
+                x, normed = self._add_norm(x, self._mlp(layer, normed), following)
+        return weights.head(normed)
 
-    def _attend(
-        self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, step: AttentionStep
-    ) -> Tensor:
-        """Attention of one layer, before its output projection: `[tokens, q_heads * head_dim]`."""
+    def _attend(self, index: int, layer: LayerWeights, x: Tensor, rotary: Rotary, step: AttentionStep) -> Tensor:
+        """Attention of one layer, between its projections: `[tokens, q_heads * head_dim]`."""
         config = self.config
         tokens, q_heads, rotated = x.shape[0], config.q_heads, config.q_heads + config.kv_heads
-        qkv = layer.qkv(x if config.post_norm else self._norm(x, layer.attention_norm))
-        heads = qkv.view(tokens, rotated + config.kv_heads, config.head_dim)
-        qk, v = heads[:, :rotated], heads[:, rotated:]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            qk = self._norm_qk(qk, layer.q_norm, layer.k_norm)
-        qk = rotate(qk, cos, sin)
-        out = step.attend(index, qk[:, :q_heads], qk[:, q_heads:], v, scale=self._scale)
+        heads = layer.qkv(x).view(tokens, rotated + config.kv_heads, config.head_dim)
+        qk = self._positioned(layer, heads, rotary)
+        out = step.attend(index, qk[:, :q_heads], qk[:, q_heads:], heads[:, rotated:], scale=self._scale)
         return out.reshape(tokens, q_heads * config.head_dim)
 
-    def _combine(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
-        """Output projection, MLP and both residual sums."""
-        if self.config.post_norm:
-            x = x + self._norm(layer.output(attended), layer.attention_norm)
-            return x + self._norm(self._mlp(layer, x), layer.mlp_norm)
-        x = x + layer.output(attended)
-        return x + self._mlp(layer, self._norm(x, layer.mlp_norm))
+    def _positioned(self, layer: LayerWeights, heads: Tensor, rotary: Rotary) -> Tensor:
+        """Q and K, normalised where the architecture does, and rotated; `heads` is overwritten where that is faster."""
+        fused, q_heads, kv_heads = self._fused, self.config.q_heads, self.config.kv_heads
+        qk = heads[:, : q_heads + kv_heads]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            if fused is None:
+                qk = self._norm_qk(qk, layer.q_norm, layer.k_norm)
+            else:
+                fused.norm_heads_(heads, 0, q_heads, layer.q_norm)
+                fused.norm_heads_(heads, q_heads, kv_heads, layer.k_norm)
+        if fused is None or heads.shape[0] > FEW_ROWS or rotary.table.dtype != heads.dtype:
+            return rotate(qk, rotary.cos, rotary.sin)
+        fused.rotate_(heads, q_heads + kv_heads, rotary.table)
+        return qk
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        gate, up = layer.gate_up(x).chunk(2, dim=-1)
+        gate_up = layer.gate_up(x)
+        if self._fused is not None and gate_up.dtype == torch.bfloat16 and len(gate_up) <= FEW_ROWS:
+            return layer.down(self._fused.gate(gate_up))
+        gate, up = gate_up.chunk(2, dim=-1)
         return layer.down(F.silu(gate).mul_(up))
+
+    def _add_norm(self, x: Tensor, delta: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum and its norm. x is overwritten where that is faster."""
+        if self._fused is not None:
+            return x, self._fused.add_norm(x, delta, weight)
+        x = x + delta
+        return x, self._norm(x, weight)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMS norm over the width of `weight`, rounded before or after the multiplication as the architecture does."""
+        if self._fused is not None:
+            return self._fused.norm(x, weight)
         if self.config.wide:
             return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
         return F.rms_norm(x, weight.shape, None, self.config.norm_eps).mul_(weight)
@@ -151,6 +197,22 @@ class LlamaModel:
             q_flat, k_flat = self._norm(q.flatten(1), q_norm), self._norm(k.flatten(1), k_norm)
             return torch.cat((q_flat, k_flat), dim=1).view(qk.shape)
         return torch.cat((self._norm(q, q_norm), self._norm(k, k_norm)), dim=1)
+
+
+def _fused_operations(config: FamilyConfig, weights: LlamaWeights) -> FusedOperations | None:
+    """The compiled operations, where they can serve these weights: on a CPU, in bf16 and fp32, with numba."""
+    device, dtype = weights.embedding.device, weights.embedding.dtype
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
+        return None
+    norms = [weights.norm, *(getattr(layer, name) for layer in weights.layers for name in NORMS)]
+    if any(norm is not None and (norm.dtype != dtype or not norm.is_contiguous()) for norm in norms):
+        return None
+    try:
+        from kvikk.models.fused import FusedOperations  # numba takes a second to import: only when it is used
+    except ImportError as error:
+        _LOG.warning("norms, RoPE and gates run uncompiled, so decoding is slower: cannot import numba (%s)", error)
+        return None
+    return FusedOperations(dtype, eps=config.norm_eps, wide=config.wide)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class PrefixCache:
         self.pinnable_blocks = pinnable_blocks
         self._eviction = eviction
         self._clock = clock
-        self._enabled = enabled
+        self.enabled = enabled
         self._block_of: dict[BlockKey, BlockId] = {}
         self._key_of: dict[BlockId, BlockKey] = {}
         self._claims: dict[BlockKey, Hashable] = {}
@@ -90,7 +90,7 @@ class PrefixCache:
 
     def insert(self, key: BlockKey, block: BlockId, position: int) -> None:
         """Index a held block that is full and computed. A key that is there already keeps its block."""
-        if not self._enabled or key in self._block_of:
+        if not self.enabled or key in self._block_of:
             return
         self.pool.keep(block)
         self._block_of[key] = block
@@ -102,7 +102,7 @@ class PrefixCache:
 
     def claim(self, keys: Iterable[BlockKey], owner: Hashable) -> None:
         """Say that `owner` is about to compute these blocks; others that need them wait."""
-        if self._enabled:
+        if self.enabled:
             for key in keys:
                 self._claims.setdefault(key, owner)
 
@@ -134,19 +134,15 @@ class PrefixCache:
 
     def reset(self) -> int:
         """Empty the cache; held blocks stay their rows' but are found no more. Returns how many were dropped."""
-        dropped = list(self._key_of)
-        for block in dropped:
-            self._eviction.on_remove(block)
-        self._drop(dropped)
-        return len(dropped)
+        return self.discard(list(self._key_of))
 
-    def evict_blocks(self, blocks: Sequence[BlockId]) -> int:
-        """Drop these blocks from the cache where no row holds them; returns how many were dropped."""
-        victims = [b for b in blocks if b in self._key_of and not self.pool.references(b)]
-        for block in victims:
+    def discard(self, blocks: Sequence[BlockId]) -> int:
+        """Forget what these blocks hold; those that are held stay their rows'. Returns how many were indexed."""
+        indexed = [block for block in blocks if block in self._key_of]
+        for block in indexed:
             self._eviction.on_remove(block)
-        self._drop(victims)
-        return len(victims)
+        self._drop(indexed)
+        return len(indexed)
 
     def _drop(self, blocks: Sequence[BlockId]) -> None:
         for block in blocks:
