@@ -89,6 +89,12 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, content: str, message: 
         from_file(options_of(Outer), path)
 
 
+def test_a_variable_that_is_nearly_an_option_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    assert from_environment(options_of(Outer), {"KVIKK_SIZES": "7", "KVIKK_CACHE": "/x"}) == {}
+    assert "KVIKK_SIZES, which is no option: did you mean KVIKK_SIZE?" in caplog.text
+    assert "KVIKK_CACHE" not in caplog.text
+
+
 def test_a_wrong_variable_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="KVIKK_SIZE is 'many'"):
         from_environment(options_of(Outer), {"KVIKK_SIZE": "many"})

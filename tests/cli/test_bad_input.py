@@ -40,6 +40,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--numerics", "exact"], "--numerics exact is not available yet"),
         (["--dtype", "int3"], "--dtype is 'int3': choose from auto"),
         (["--max-model-len", "1"], "--max-model-len 1 leaves no room"),
+        (["--logprobs", "3"], "--logprobs has nowhere to show without --json"),
+        (["--gpu-memory-utilization", "0.5", "--device", "cpu"], "needs a GPU"),
         (["--config", "/no/such/file.toml"], "cannot be read"),
     ],
 )

@@ -55,7 +55,8 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(capsys: pytest.Ca
 def test_a_length_that_does_not_fit_names_the_largest_that_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "x", "--kv-memory", "64MiB", "--max-model-len", "8000"]) == 2
     assert "the largest that fits is --max-model-len 2896" in capsys.readouterr().err
-    assert main(["generate", "x", "--kv-memory", "1MiB"]) in (0, 2)
+    assert main(["generate", "x", "--kv-memory", "500KiB"]) == 2
+    assert "at least 720.0 KiB" in capsys.readouterr().err
 
 
 def test_at_start_it_says_how_much_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,6 +75,16 @@ def test_chat_keeps_the_conversation_and_finds_it_cached(
     assert len(notes) == 3
     assert int(notes[1][1]) > 32 - 16
     assert "Oslo" in captured.out
+
+
+def test_chat_says_what_failed_and_forgets_that_turn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("word " * 3000 + "\nHello!\n"))
+    assert main(["chat", "--max-tokens", "4", *SMALL]) == 0
+    err = capsys.readouterr().err
+    assert "kvikk: error: the prompt has 3,0" in err
+    assert err.count("prompt tokens,") == 1
 
 
 def test_demo_computes_the_document_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

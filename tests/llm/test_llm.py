@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -185,6 +186,50 @@ def test_kv_usage_says_what_the_request_held(llm: LLM) -> None:
     assert again.num_cached_tokens == again.usage["cached_tokens"] == len(output.prompt_token_ids) // 16 * 16
 
 
+def test_a_request_that_fails_before_it_forks_gives_a_result_with_the_error(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(plan: object) -> list[object]:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(llm.engine._runner, "execute", fail)
+    (output,) = llm.generate(STORY, SamplingParams(n=2, max_tokens=4))
+    assert output.finished
+    assert [text.finish_reason for text in output.outputs] == ["error", "error"]
+    assert "injected" in str(output.outputs[1].error)
+
+
+def test_a_request_aborted_in_the_engine_ends_its_stream(llm: LLM) -> None:
+    stream = llm.stream([STORY, "The sea"], SamplingParams(temperature=0, max_tokens=300, ignore_eos=True, n=1))
+    next(stream)
+    victims = list(llm.engine._requests)
+    for victim in victims:
+        llm.engine.abort(victim)
+    rest = list(stream)
+    assert [delta.finish_reason for delta in rest if delta.output is not None] == ["abort", "abort"]
+
+
+def test_a_request_of_the_engines_own_does_not_disturb_the_front(llm: LLM) -> None:
+    expected = text_of(llm, STORY)
+    own = llm.engine.add([5, 6, 7], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    assert text_of(llm, STORY) == expected
+    assert llm.engine.abort(own.id)
+
+
+def test_a_stop_string_that_begins_before_min_tokens_and_ends_after_counts(llm: LLM) -> None:
+    whole = llm.generate(STORY, GREEDY)[0].outputs[0]
+    decode = llm.get_tokenizer().decode
+    border = len(decode(whole.token_ids[:8]))
+    stop = whole.text[border - 2 : border + 2]
+    assert whole.text.count(stop) == 1
+    found = SamplingParams(temperature=0, max_tokens=24, stop=stop, min_tokens=8)
+    assert text_of(llm, STORY, found) == whole.text[: border - 2]
+    early = whole.text[border - 4 : border - 1]
+    ended_before = SamplingParams(temperature=0, max_tokens=24, stop=early, min_tokens=12)
+    assert early not in whole.text[border:]
+    assert text_of(llm, STORY, ended_before) == whole.text
+
+
 @pytest.mark.parametrize(
     ("prompts", "params", "error", "message"),
     [
@@ -195,6 +240,14 @@ def test_kv_usage_says_what_the_request_held(llm: LLM) -> None:
         ("word " * 2000, GREEDY, PromptTooLong, "at most 1,023 leave room"),
         ({"text": "x"}, GREEDY, InvalidRequest, "give prompt or prompt_token_ids"),
         ([3.5], GREEDY, InvalidRequest, "a prompt is float"),
+        (5, GREEDY, InvalidRequest, "prompts are int"),
+        (None, GREEDY, InvalidRequest, "prompts are NoneType"),
+        ({"prompt": None}, GREEDY, InvalidRequest, "a prompt is NoneType"),
+        ("lone \ud800 surrogate", GREEDY, InvalidRequest, "not valid Unicode"),
+        ("a", 5, InvalidRequest, "sampling_params is int"),
+        ("a", {"temperature": 0}, InvalidRequest, "sampling_params is dict"),
+        (["ok", "lone \ud800"], GREEDY, InvalidRequest, "not valid Unicode"),
+        ("a", SamplingParams(stop_token_ids=[999_999]), InvalidRequest, "stop token id 999999 is outside"),
         (["a", "b"], [GREEDY], InvalidRequest, "2 prompts came with 1 sampling_params"),
         ("a", [{"temperature": 0}], InvalidRequest, "sampling_params is dict"),
     ],
@@ -220,16 +273,21 @@ def test_bad_messages_are_refused(llm: LLM, messages: object) -> None:
         ({"device": "tpu"}, "device is 'tpu': choose from auto, cpu, cuda"),
         ({"numerics": "exact"}, "not available yet"),
         ({"kv_memory": "1GiB", "gpu_memory_utilization": 0.5}, "exclude each other"),
+        ({"device": "cpu", "gpu_memory_utilization": 0.5}, "needs a GPU"),
+        ({"admission_reserve": float("nan")}, "admission-reserve"),
+        ({"no_progress_steps": 0}, "no-progress-steps"),
     ],
 )
-def test_bad_options_are_refused_before_anything_is_loaded(options: dict[str, object], message: str) -> None:
+def test_bad_options_are_refused_before_anything_is_loaded(
+    options: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvikk.llm.llm.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises(ConfigError, match=message):
         LLM(**options)
 
 
-def test_the_defaults_are_what_the_models_authors_suggest(llm: LLM) -> None:
-    suggested = llm.loaded.generation_defaults
+def test_the_defaults_are_what_the_models_authors_suggest(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    suggestions = {"temperature": 0.3, "top_k": 7, "do_sample": True}
+    monkeypatch.setattr(llm, "loaded", replace(llm.loaded, generation_defaults=suggestions))
     params = llm.get_default_sampling_params()
-    for name in ("temperature", "top_p", "top_k"):
-        if name in suggested:
-            assert getattr(params, name) == suggested[name]
+    assert (params.temperature, params.top_k, params.top_p) == (0.3, 7, 1.0)

@@ -52,6 +52,21 @@ def test_a_text_that_ends_within_a_character_shows_it_at_the_end(tokenizer) -> N
     assert found[-1].endswith("\ufffd")
 
 
+@pytest.mark.parametrize("cut", [1, 2])
+def test_a_character_that_the_prompt_began_shows_whole(tokenizer, cut: int) -> None:  # type: ignore[no-untyped-def]
+    ids = tokenizer("\U0001f99c hello", add_special_tokens=False).input_ids
+    assert "".join(pieces(tokenizer, ids[:cut], ids[cut:])) == "\U0001f99c hello"
+
+
+def test_many_skipped_tokens_keep_the_window_small(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    detokenizer = Detokenizer(tokenizer, [5], skip_special_tokens=True)
+    for _ in range(500):
+        assert detokenizer.push(2) == ""
+    assert len(detokenizer._window) <= 128
+    (word,) = tokenizer(" fjord", add_special_tokens=False).input_ids[:1]
+    assert detokenizer.push(word) == tokenizer.decode([word])
+
+
 def fed(stops: list[str], parts: list[str], *, include: bool = False) -> tuple[str, str | None]:
     matcher = StopMatcher(stops, include=include)
     text = ""

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from kvikk.errors import ConfigError
 from kvikk.geometry import KVGeometry
 from kvikk.memory import MemoryConfig, pool_blocks
-from kvikk.memory.sizing import format_bytes, parse_kv_memory
+from kvikk.memory.sizing import format_bytes, free_memory_bytes, parse_kv_memory
 
 CPU = torch.device("cpu")
 GEOMETRY = KVGeometry(kv_heads=(3,) * 30, head_dim=64, page_size=16, dtype=torch.bfloat16)
@@ -20,7 +22,7 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     assert parse_kv_memory(text, free_bytes=1000) == size
 
 
-@pytest.mark.parametrize("text", ["", "lots", "-1GiB", "4 quux", "0", "120%", "nan", "1GiB2"])
+@pytest.mark.parametrize("text", ["", "lots", "-1GiB", "4 quux", "0", "120%", "nan", "1GiB2", "1e999GiB"])
 def test_what_is_no_size_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="--kv-memory"):
         MemoryConfig(kv_memory=text)
@@ -55,6 +57,19 @@ def test_memory_for_less_than_a_block_is_refused_with_the_least_that_works() -> 
 def test_more_memory_than_is_free_is_refused() -> None:
     with pytest.raises(ConfigError, match="free after the weights"):
         pool_blocks(MemoryConfig(kv_memory="900TiB"), GEOMETRY, CPU)
+
+
+def test_a_containers_limit_counts_as_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvikk.memory.sizing.CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert free_memory_bytes(CPU) > 10**6
+    (tmp_path / "memory.max").write_text("500000\n")
+    assert free_memory_bytes(CPU) == 499_000
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("3000")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("2000")
+    assert free_memory_bytes(CPU) == 1000
 
 
 def test_bytes_are_written_for_people() -> None:

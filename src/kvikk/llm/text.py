@@ -34,13 +34,13 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
         self._given = len(self._window)
-        self._known = self._decode(self._window).rstrip(REPLACEMENT)  # a character that the prompt began is ours
+        self._known = self._decode(self._window)
 
     def push(self, token_id: int) -> str:
         """The text that a token completes; empty while a character is unfinished."""
         self._window.append(token_id)
         text = self._decode(self._window)
-        is_waiting = text.endswith(REPLACEMENT) or len(text) <= len(self._known)
+        is_waiting = text.endswith(REPLACEMENT) or text == self._known
         if is_waiting and len(self._window) < _LONGEST_WINDOW:
             return ""
         return self._give(text)
@@ -50,7 +50,9 @@ class Detokenizer:
         return self._give(self._decode(self._window))
 
     def _give(self, text: str) -> str:
-        new = text[len(self._known) :]
+        # Where the prompt ends within a character, the tokens that complete it change what was known: it is theirs.
+        known = self._known if text.startswith(self._known) else self._known.rstrip(REPLACEMENT)
+        new = text[len(known) :]
         self._window = self._window[self._given :]
         self._given = len(self._window)
         self._known = self._decode(self._window)
