@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-
 import torch
 from torch import Tensor
 
@@ -29,8 +26,9 @@ class KVStore:
         self.blocks = blocks
         self.device = device
         g = geometry
-        self.frames: Tensor = _allocate(blocks * g.block_bytes, device).view(g.dtype)
-        self.frames = self.frames.view(blocks * g.frames_per_block, 2, g.page_size, g.head_dim)
+        self.frames: Tensor = torch.empty(
+            (blocks * g.frames_per_block, 2, g.page_size, g.head_dim), dtype=g.dtype, device=device
+        )
         self._by_block = self.frames.view(blocks, g.frames_per_block, 2, g.page_size, g.head_dim)
         self._by_block[NULL_BLOCK].zero_()
 
@@ -52,17 +50,3 @@ class KVStore:
     def poison(self) -> None:
         """Fill all but the null block with NaN: tests run on a poisoned pool."""
         self._by_block[1:].fill_(float("nan"))
-
-
-def _allocate(size_bytes: int, device: torch.device) -> Tensor:
-    """Uninitialised bytes, `[size_bytes]`. The system commits a CPU's when they are first touched.
-
-    On Linux a CPU's pool asks for huge pages: attention reads blocks from all over the pool, and with pages of 4 KiB
-    a step spends about a twelfth of that time on address translation. The mapping lives as long as the tensor.
-    """
-    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapping, dtype=torch.uint8)
