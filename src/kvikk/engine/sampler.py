@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,23 +62,19 @@ def sample(logits: Tensor, tasks: Sequence[SamplingTask]) -> list[SampledToken |
     Returns:
         One token for each task; None where no logit is finite or any is NaN.
     """
-    logits = logits.float()
-    usable = torch.isfinite(logits.max(dim=-1).values)
-    shaped = logits
-    if any(task.barred for task in tasks):
-        shaped = logits.clone()
+    random = [row for row, task in enumerate(tasks) if not task.params.is_greedy]
+    shaped = logits  # greedy rows need neither a copy nor fp32
+    if random or any(task.barred for task in tasks):
+        shaped = logits.to(torch.float32, copy=True)
         for row, task in enumerate(tasks):
             shaped[row, list(task.barred)] = float("-inf")
-    random = [row for row, task in enumerate(tasks) if not task.params.is_greedy]
     if random:
-        if shaped is logits:
-            shaped = logits.clone()
         shaped[random] = _noisy(shaped[random], [tasks[row] for row in random])
-    chosen = shaped.argmax(dim=-1)
-    logprobs = _logprobs(logits, chosen, tasks)
+    best = shaped.max(dim=-1)  # NaN wins, the first of equals wins
+    logprobs = _logprobs(logits, best.indices, tasks)
     return [
-        SampledToken(int(token), found) if ok else None
-        for token, found, ok in zip(chosen.tolist(), logprobs, usable.tolist(), strict=True)
+        SampledToken(token, found) if math.isfinite(value) else None
+        for token, found, value in zip(best.indices.tolist(), logprobs, best.values.tolist(), strict=True)
     ]
 
 
@@ -117,7 +114,7 @@ def _logprobs(logits: Tensor, chosen: Tensor, tasks: Sequence[SamplingTask]) -> 
     results: list[tuple[Logprob, ...] | None] = [None] * len(tasks)
     for row in wanted:
         count = min(tasks[row].params.logprobs or 0, logits.shape[-1])
-        values = logits[row].log_softmax(dim=-1)
+        values = logits[row].float().log_softmax(dim=-1)
         own = values[chosen[row]]
         own_id, own_rank = int(chosen[row]), int((values > own).sum()) + 1
         top = values.topk(count)
