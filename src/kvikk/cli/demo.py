@@ -41,7 +41,6 @@ def run(parsed: argparse.Namespace) -> int:
 
     console = Console(highlight=False, soft_wrap=True)
     llm = LLM(**engine_options(parsed))
-    console.print(f"[bold]{llm.loaded.model.spec.name}[/bold]: {llm.capacity}", markup=True)
     document, tokens = long_document(llm.get_tokenizer(), min(DOCUMENT_TOKENS, llm.capacity.max_model_len * 3 // 4))
     console.print(f"The document: {tokens:,} tokens of Python's language reference.\n")
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
@@ -70,7 +69,7 @@ def long_document(tokenizer: Any, tokens: int) -> tuple[str, int]:
         raise ConfigError(
             "the demo's document is Python's own documentation (pydoc_data), which this Python lacks"
         ) from None
-    ids = tokenizer(topics[DOCUMENT_TOPIC], add_special_tokens=False).input_ids[:tokens]
+    ids = tokenizer(topics[DOCUMENT_TOPIC], add_special_tokens=False, truncation=True, max_length=tokens).input_ids
     return tokenizer.decode(ids), len(ids)
 
 

@@ -181,7 +181,7 @@ class LLM:
 
     def _tokenize(self, text: str, **options: Any) -> list[int]:
         try:
-            ids: list[int] = self.loaded.tokenizer(text, **options).input_ids
+            ids: list[int] = self.loaded.tokenizer(text, verbose=False, **options).input_ids
         except (TypeError, UnicodeError) as error:  # lone surrogates are no text
             raise InvalidRequest(f"the prompt is not valid Unicode text and cannot be tokenised: {error}") from error
         return ids
