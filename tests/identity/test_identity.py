@@ -18,6 +18,7 @@ from kvikk.engine import Engine, EngineConfig, SamplingParams, build_engine
 from kvikk.models import load_model
 from kvikk.models.bundled import bundled_folder
 from kvikk.prefix import extend_keys
+from kvikk.types import BlockId
 
 NEW_TOKENS = 64
 PROMPTS = 20 if os.environ.get("KVIKK_VERIFY") else 5
@@ -183,18 +184,24 @@ def test_in_chunks(family: Family, chunk: int) -> None:
     assert engine.steps >= sum(len(ids) for ids in ids_of(family).values()) / chunk
 
 
-def test_after_preemption(family: Family) -> None:
-    prompts = {index: ids for index, ids in ids_of(family).items() if len(ids) <= 2000}
-    needed = sum(-(-len(ids) // 16) for ids in prompts.values())
-    engine = family.engine(kv_tokens=max(16 * (needed + len(prompts) + 1), MAX_LEN + 16), max_num_seqs=32)
-    if engine.pool.total > needed + len(prompts) + 1:  # the pool must hold the longest sequence: fill what is too much
-        spare = engine.pool.take(engine.pool.total - needed - len(prompts) - 1)
-    else:
-        spare = []
-    requests = {index: engine.add(ids, GREEDY) for index, ids in prompts.items()}
+@pytest.mark.parametrize("is_cache_lost", [False, True])
+def test_after_preemption(family: Family, is_cache_lost: bool) -> None:
+    engine = family.engine(max_num_seqs=32)
+    requests = {index: engine.add(ids, GREEDY) for index, ids in ids_of(family).items()}
+    stolen: list[BlockId] | None = None
     while engine.has_work:
         engine.step()
+        is_full = not engine.scheduler.waiting and all(row.missing_tokens == 1 for row in engine.scheduler.running)
+        if stolen is None and is_full:  # from here on there is no room: rows that need a block must take another's
+            engine.prefix.make_room(engine.pool.free + engine.pool.cached)
+            stolen = engine.pool.take(engine.pool.free)
+        elif stolen and engine.scheduler.preemptions:
+            engine.prefix.release(stolen)
+            stolen = []
+            if is_cache_lost:
+                engine.prefix.reset()
     assert engine.scheduler.preemptions > 0
+    assert (engine.prefix.counters.recomputed > 100) == is_cache_lost
+    assert (engine.prefix.counters.resumed > 100) != is_cache_lost
     family.assert_equal({index: request.rows[0].generated for index, request in requests.items()})
-    engine.prefix.release(spare)
     engine.check()
