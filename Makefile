@@ -9,7 +9,7 @@ VENV := .venv
 RUN := $(VENV)/bin/
 STAMP := $(VENV)/.installed-$(shell echo "$(TORCH) $(EXTRAS)" | cksum | cut -d' ' -f1)
 
-.PHONY: install demo test verify check bench-cpu clean
+.PHONY: install demo test verify check docs docs-serve bench-cpu bench-servers clean
 
 install: $(STAMP)
 
@@ -30,13 +30,23 @@ verify: install
 	KVIKK_VERIFY=all KVIKK_SIMULATED_STEPS=1000000 $(RUN)python -m pytest
 
 check: install
-	$(RUN)ruff check src tests benchmarks
-	$(RUN)ruff format --check src tests benchmarks
+	$(RUN)ruff check src tests benchmarks docs
+	$(RUN)ruff format --check src tests benchmarks docs
 	$(RUN)mypy
 	$(RUN)lint-imports
 
+docs: install
+	$(RUN)python -m docs.generate
+	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict --quiet
+
+docs-serve: install
+	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs serve
+
 bench-cpu: install
 	$(RUN)python benchmarks/cpu_peers.py
+
+bench-servers: install
+	$(RUN)python benchmarks/server_peers.py
 
 clean:
 	rm -rf $(VENV)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import signal
 import sys
@@ -20,7 +19,7 @@ import torch
 from peers.channel import Worker, WorkerError
 from peers.engines import ENGINES, REFERENCE, VLLM, EngineKind, Launcher, chosen, vllm_environment
 from peers.prompts import TextSupply
-from peers.report import Row, Samples, add_ratios, header, row, show
+from peers.report import Samples, add_ratios, header, row, show, write
 from peers.works import WORKS, Tokens, Work, make_works
 from rich.console import Console
 from transformers import AutoTokenizer
@@ -77,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     head = header(model=model, threads=args.threads, rounds=args.rounds, descriptions=descriptions)
     write(output, {"header": head, "rows": rows})
+    log.info("wrote %s", output)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -156,15 +156,6 @@ def sample(worker: Worker, work: Work, samples: Samples) -> None:
         return
     samples.seconds.append(seconds)
     samples.tokens.append(tokens)
-
-
-def write(path: Path, result: dict[str, dict[str, object] | list[Row]]) -> None:
-    """Write the result file, a row to a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = ",\n".join("    " + json.dumps(made) for made in result["rows"])
-    head = json.dumps(result["header"], indent=2).replace("\n", "\n  ")
-    path.write_text(f'{{\n  "header": {head},\n  "rows": [\n{rows}\n  ]\n}}\n')
-    log.info("wrote %s", path)
 
 
 if __name__ == "__main__":

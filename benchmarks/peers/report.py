@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import statistics
 import subprocess
@@ -65,10 +66,10 @@ def header(*, model: Path, threads: int, rounds: int, descriptions: dict[str, di
     versions = {name: description["version"] for name, description in descriptions.items()}
     return {
         "device": "cpu",
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "threads": threads,
         "versions": {**versions, "torch": torch.__version__, "python": platform.python_version()},
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "dtype": "bfloat16",
         "model": model.name,
@@ -92,6 +93,14 @@ def show(rows: Sequence[Row], kinds: Sequence[EngineKind], works: Sequence[Work]
             console.print(f"{made['engine']}, {made['work']}: {made['note']}", markup=False)
 
 
+def write(path: Path, result: dict[str, dict[str, object] | list[Row]]) -> None:
+    """Write a result file, a row to a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = ",\n".join("    " + json.dumps(made) for made in result["rows"])
+    head = json.dumps(result["header"], indent=2).replace("\n", "\n  ")
+    path.write_text(f'{{\n  "header": {head},\n  "rows": [\n{rows}\n  ]\n}}\n')
+
+
 def _cell(made: Row) -> str:
     if made["tokens_per_s"] is None:
         return "-"
@@ -102,7 +111,7 @@ def _cell(made: Row) -> str:
     return "\n".join(lines)
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     """The processor as the kernel names it, with the instruction sets that bf16 depends on."""
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -115,7 +124,7 @@ def _cpu_name() -> str:
     return f"{named.get('model name', platform.machine())} ({', '.join(wide)})"
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The checked-out commit, marked when files of the package differ from it."""
     here = Path(__file__).resolve().parent
     git = ["git", "--no-optional-locks", "-C", str(here)]

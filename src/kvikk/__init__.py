@@ -6,7 +6,7 @@
     print(llm.generate("The capital of Norway is", SamplingParams(temperature=0))[0].outputs[0].text)
 
 The package is in layers, and imports point down only: `cli`, `llm`, `engine`, `prefix`, `attention`, `memory`,
-`models`, then `geometry`, `configuration`, `types`, `errors`. `docs/design/` mirrors it.
+`models`, `grammar`, then `geometry`, `configuration`, `types`, `errors`. `docs/design/` mirrors it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from kvikk.version import __version__
 
 if TYPE_CHECKING:
     from kvikk.engine import SamplingParams
+    from kvikk.grammar import StructuredOutputsParams
     from kvikk.llm import LLM, CompletionOutput, RequestOutput
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _HOMES = {
     "LLM": "kvikk.llm",
     "CompletionOutput": "kvikk.llm",
     "RequestOutput": "kvikk.llm",
     "SamplingParams": "kvikk.engine",
+    "StructuredOutputsParams": "kvikk.grammar",
 }
 
 

@@ -13,10 +13,19 @@ class KvikkError(Exception):
 
 
 class InvalidRequest(KvikkError, ValueError):
-    """A request that is wrong in itself: its text says the value, the limit and the way out."""
+    """A request that is wrong in itself: its text says the value, the limit and the way out.
+
+    Args:
+        message: that text.
+        param: the name of the field that is wrong, where it is one field.
+    """
 
     code = "invalid_request"
     http_status = 400
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class PromptTooLong(InvalidRequest):
@@ -36,6 +45,13 @@ class ModelError(KvikkError):
     """A model that cannot be loaded or is not supported, by name and reason."""
 
     code = "model_error"
+
+
+class QueueFull(KvikkError):
+    """As many requests wait as may; nothing was queued, and it may be tried again."""
+
+    code = "queue_full"
+    http_status = 503
 
 
 class OutOfBlocks(KvikkError):

@@ -1,28 +1,40 @@
 """An engine without a model: KV is replaced by a shadow memory in which every slot names the prefix it stands for.
 
 The simulated runner refuses to read a slot that does not hold exactly what the row would have computed, and samples
-tokens as a function of the prefix alone. So a text that came out right was computed over the right memory.
+tokens as a function of the prefix and of what its row keeps besides (counts of tokens for penalties, the state of a
+grammar). So a text that came out right was computed over the right memory, with the right state.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.fake_grammar import FakeCompiler, FakeGrammar
 from kvikk.engine.config import EngineConfig, SchedulerConfig
-from kvikk.engine.core import Engine, EngineLimits, EngineOutput
+from kvikk.engine.core import Engine, EngineOutput
+from kvikk.engine.limits import EngineLimits
+from kvikk.engine.logprobs import Logprob
 from kvikk.engine.request import FinishReason, Request
+from kvikk.engine.runner import sampling_tasks
 from kvikk.engine.sampler import SampledToken
 from kvikk.engine.sampling_params import SamplingParams
-from kvikk.engine.scheduler import StepPlan
+from kvikk.engine.step import RowResult, ScheduledRow, StepPlan
 from kvikk.errors import PinRefused
+from kvikk.grammar import StructuredOutputsParams
 from kvikk.memory import BlockPool
 from kvikk.prefix import KeySpace
 
 PAGE = 4
 VOCABULARY = 50
 EOS = 7
+FORM, STRICT_FORM = StructuredOutputsParams(regex="lax"), StructuredOutputsParams(regex="strict")
 
 
 def prefix_hashes(tokens: list[int]) -> list[int]:
@@ -33,20 +45,52 @@ def prefix_hashes(tokens: list[int]) -> list[int]:
     return hashes
 
 
-def next_token(prefix_hash: int, seed: int, choice: int) -> int:
-    return ((prefix_hash * 31 + seed * 7 + choice * 13) >> 3) % VOCABULARY
+def next_token(
+    prefix_hash: int, request: Request, choice: int, counts: Mapping[int, int], allowed: NDArray[np.bool_] | None
+) -> int | None:
+    """The token that is sampled: any function of all that may have a say, None where no token is allowed."""
+    number = (prefix_hash * 31 + request.seed * 7 + choice * 13 + sum(t * t * (n + 1) for t, n in counts.items())) >> 3
+    if allowed is None:
+        return number % VOCABULARY
+    places = np.flatnonzero(allowed)
+    return int(places[number % len(places)]) if len(places) else None
 
 
 def expected_text(prompt: list[int], request: Request, choice: int, max_len: int) -> list[int]:
-    """What a row must generate, by the rules of sampling alone."""
-    tokens = list(prompt)
+    """What a row must generate, by the rules of sampling alone. One that gets stuck generates what comes before."""
+    params, tokens = request.params, list(prompt)
+    grammar = None
+    if params.structured_outputs is not None:
+        eos = frozenset() if params.ignore_eos else frozenset({EOS})
+        grammar = FakeGrammar(str(params.structured_outputs.regex), VOCABULARY, eos)
     while True:
-        token = next_token(prefix_hashes(tokens)[-1], request.seed, choice)
+        generated = tokens[len(prompt) :]
+        counts: dict[int, int] = {}
+        if params.has_penalties:
+            counts = dict.fromkeys(prompt if params.repetition_penalty != 1 else (), 0) | Counter(generated)
+        allowed = None if grammar is None else grammar.mask()
+        if allowed is not None and len(generated) < params.min_tokens:
+            others = [token for token in np.flatnonzero(allowed) if token not in request.stop_ids]
+            allowed[:] = np.isin(np.arange(VOCABULARY), others) if others else allowed
+        token = next_token(prefix_hashes(tokens)[-1], request, choice, counts, allowed)
+        if token is None:
+            return generated
         tokens.append(token)
-        generated = len(tokens) - len(prompt)
-        stops = token in request.stop_ids and generated >= request.params.min_tokens
-        if stops or generated == request.params.max_tokens or len(tokens) >= max_len:
+        stops = token in request.stop_ids and len(generated) + 1 >= params.min_tokens
+        if grammar is not None:
+            grammar.advance(token)
+            stops = stops or grammar.is_complete
+        if stops or len(generated) + 1 == params.max_tokens or len(tokens) >= max_len:
             return tokens[len(prompt) :]
+
+
+def score(prefix_hash: int, token: int) -> tuple[Logprob, ...]:
+    """The log-probability of a prompt token."""
+    return (Logprob(token, -float(prefix_hash % 1009), 1),)
+
+
+def expected_scores(prompt: list[int]) -> list[tuple[Logprob, ...] | None]:
+    return [None, *map(score, prefix_hashes(prompt), prompt[1:])]
 
 
 class Clock:
@@ -70,7 +114,7 @@ class ShadowRunner:
         self.last_plan: StepPlan | None = None
         self.violation: AssertionError | None = None
 
-    def execute(self, plan: StepPlan) -> list[list[SampledToken]]:
+    def execute(self, plan: StepPlan) -> list[RowResult]:
         """Run a plan. The engine survives a step that fails, so a violation is kept for the world to raise."""
         try:
             return self._execute(plan)
@@ -78,7 +122,7 @@ class ShadowRunner:
             self.violation = violation
             raise
 
-    def _execute(self, plan: StepPlan) -> list[list[SampledToken]]:
+    def _execute(self, plan: StepPlan) -> list[RowResult]:
         assert self.pool is not None
         self.last_plan = plan
         self.largest_step = max(self.largest_step, plan.tokens)
@@ -113,17 +157,26 @@ class ShadowRunner:
                     assert held == own[position], f"{scheduled.row.id} reads a wrong slot at {position}"
             if scheduled.samples:
                 assert scheduled.runs[-1].stop == len(scheduled.row.tokens)
-            row = scheduled.row
-            choices = range(scheduled.samples) if scheduled.samples > 1 else [row.choice][: scheduled.samples]
-            results.append([SampledToken(next_token(own[-1], row.request.seed, choice)) for choice in choices])
-        if self.nan_next and any(results):
+            computed = {position for run in scheduled.runs for position in range(run.start, run.stop)}
+            assert computed.issuperset(scheduled.scores), "what is scored is computed in the same step"
+            scores = [score(own[position], scheduled.row.tokens[position + 1]) for position in scheduled.scores]
+            results.append(RowResult(self._sample(scheduled, own[-1]), scores))
+        if self.nan_next and any(result.tokens for result in results):
             self.nan_next = False
-            index = next(i for i, tokens in enumerate(results) if tokens)
-            results[index].clear()
+            index = next(i for i, result in enumerate(results) if result.tokens)
+            results[index].tokens.clear()
             for run in plan.rows[index].runs:  # what it computed is garbage: nobody may read it again
                 for position in range(run.start, run.stop) if run.write else ():
                     self.content[run.blocks[position // PAGE], position % PAGE] = -1
         return results
+
+    @staticmethod
+    def _sample(scheduled: ScheduledRow, prefix_hash: int) -> list[SampledToken]:
+        row = scheduled.row
+        counts = {} if row.history is None else dict(zip(row.history.tokens, row.history.counts, strict=True))
+        tasks = sampling_tasks(scheduled)
+        tokens = [next_token(prefix_hash, row.request, task.choice, counts, task.allowed) for task in tasks]
+        return [SampledToken(token) for token in tokens if token is not None]
 
 
 class World:
@@ -145,6 +198,7 @@ class World:
             keyspace,
             blocks,
             self.runner,
+            grammars=FakeCompiler(VOCABULARY, frozenset({EOS})),  # type: ignore[arg-type]
             clock=self.clock,
             seeds=random.Random(5),
         )
@@ -152,6 +206,9 @@ class World:
         self.requests: dict[str, Request] = {}
         self.texts: dict[tuple[str, int], list[int]] = {}
         self.ends: dict[tuple[str, int], FinishReason] = {}
+        self.scored: set[str] = set()
+        self.completed = 0
+        self.stuck = 0
         self.finished = 0
         self.prompts: list[list[int]] = []
 
@@ -186,7 +243,13 @@ class World:
             raise self.runner.violation
         for out in outputs:
             key = (out.request.id, out.choice)
+            if out.prompt_logprobs is not None:
+                assert out.request.id not in self.scored, "prompts are scored once"
+                assert out.prompt_logprobs == expected_scores(out.request.prompt_token_ids)
+                self.scored.add(out.request.id)
             if out.token is not None:
+                scored = out.request.params.prompt_logprobs is None or out.request.id in self.scored
+                assert scored, "the scores come with the first token"
                 self.texts.setdefault(key, []).append(out.token.token_id)
             if out.finish_reason is not None:
                 self._end(out)
@@ -199,6 +262,8 @@ class World:
         text = self.texts.pop(key, [])
         self.ends[key] = out.finish_reason  # type: ignore[assignment]
         self.finished += 1
+        self.completed += out.finish_reason is FinishReason.STOP and out.token is None
+        self.stuck += "stuck" in str(out.error)
         expected = expected_text(out.request.prompt_token_ids, out.request, out.choice, self.max_len)
         if out.finish_reason is FinishReason.ERROR:
             assert text == expected[: len(text)]
@@ -239,6 +304,10 @@ def random_event(world: World, rng: random.Random) -> None:
             min_tokens=rng.choice([0, 0, 1]),
             ignore_eos=rng.random() < 0.3,
             seed=rng.choice([None, 1, 2]),
+            prompt_logprobs=rng.choice([None, None, None, 0]),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.5]),
+            presence_penalty=rng.choice([0.0, 0.0, 0.5]),
+            structured_outputs=rng.choice([None, None, FORM, STRICT_FORM]),
         )
     elif what < 0.34 and world.requests:
         world.abort(rng.choice(sorted(world.requests)))

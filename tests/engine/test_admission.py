@@ -18,7 +18,13 @@ from kvikk.errors import ConfigError, InvalidRequest, PromptTooLong
         ([-1], {}, InvalidRequest, "token id -1"),
         ([1.5], {}, InvalidRequest, "token id 1.5 is not a whole number"),
         (["a"], {}, InvalidRequest, "token id 'a'"),
-        ([1], {"stop_token_ids": [VOCABULARY], "min_tokens": 2}, InvalidRequest, "stop token id 50 is outside"),
+        (
+            [1],
+            {"stop_token_ids": [VOCABULARY], "min_tokens": 2},
+            InvalidRequest,
+            "stop_token_ids names token 50, which is outside",
+        ),
+        ([1], {"logit_bias": {VOCABULARY: 1.0}}, InvalidRequest, "logit_bias names token 50, which is outside"),
         ([1], {"n": 9}, InvalidRequest, "n is 9, at most --max-num-seqs 8"),
     ],
 )

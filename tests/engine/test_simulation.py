@@ -49,6 +49,9 @@ def test_a_long_run_never_stalls_and_always_checks_out(blocks: int) -> None:
     assert engine.prefix.counters.hits > 0
     assert engine.prefix.counters.evicted_blocks > 0
     assert world.runner.largest_step <= 16
+    assert world.completed > STEPS // 2000
+    assert world.stuck > STEPS // 2000
+    assert len(world.scored) > STEPS // 500
     if blocks < 30:
         assert engine.scheduler.preemptions > 0
         assert engine.prefix.counters.recomputed > 0

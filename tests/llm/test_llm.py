@@ -247,7 +247,12 @@ def test_a_stop_string_that_begins_before_min_tokens_and_ends_after_counts(llm: 
         ("a", 5, InvalidRequest, "sampling_params is int"),
         ("a", {"temperature": 0}, InvalidRequest, "sampling_params is dict"),
         (["ok", "lone \ud800"], GREEDY, InvalidRequest, "not valid Unicode"),
-        ("a", SamplingParams(stop_token_ids=[999_999]), InvalidRequest, "stop token id 999999 is outside"),
+        (
+            "a",
+            SamplingParams(stop_token_ids=[999_999]),
+            InvalidRequest,
+            "stop_token_ids names token 999999, which is outside",
+        ),
         (["a", "b"], [GREEDY], InvalidRequest, "2 prompts came with 1 sampling_params"),
         ("a", [{"temperature": 0}], InvalidRequest, "sampling_params is dict"),
     ],

@@ -139,7 +139,7 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> 
 
 def logits(model: LlamaModel, tokens: int) -> Tensor:
     ids = torch.arange(tokens) * 7 % 256
-    return model.forward(ids, torch.arange(tokens), DenseKV().step([tokens]), torch.arange(tokens))
+    return model.head(model.forward(ids, torch.arange(tokens), DenseKV().step([tokens]), torch.arange(tokens)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

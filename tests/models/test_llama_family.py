@@ -51,6 +51,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert loaded.model.spec.dtype == torch.float32
     torch.testing.assert_close(own_logits(loaded.model, rows), wanted, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(own_logits(loaded.model, rows, new_tokens=1), wanted, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(own_logits(loaded.model, rows, head_rows=7), wanted, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "olmo2", "phi3 with partial rotary"])
@@ -80,7 +81,7 @@ def test_logits_are_returned_for_the_wanted_tokens_in_the_wanted_order(tmp_path:
     (row,) = random_rows(12)
     everything = own_logits(loaded.model, [row])
     wanted = torch.tensor([11, 3, 3])
-    some = loaded.model.forward(row, torch.arange(12), DenseKV().step([12]), wanted)
+    some = loaded.model.head(loaded.model.forward(row, torch.arange(12), DenseKV().step([12]), wanted))
 
     torch.testing.assert_close(some, everything[wanted])
 

@@ -25,7 +25,7 @@ def test_fp32_logits_on_the_gpu_equal_those_of_transformers_on_the_cpu(name: str
     tokens, positions = torch.cat(rows), torch.cat([torch.arange(len(row)) for row in rows])
     everything = torch.arange(len(tokens), device=device)
     step = DenseKV().step([len(row) for row in rows])
-    logits = model.forward(tokens.to(device), positions.to(device), step, everything)
+    logits = model.head(model.forward(tokens.to(device), positions.to(device), step, everything))
 
     torch.testing.assert_close(logits.cpu(), reference_logits(made, rows), atol=5e-5, rtol=1e-4)
 
@@ -39,9 +39,9 @@ def test_the_forward_can_be_captured_in_a_graph() -> None:
 
     model = toy_model(dtype=torch.bfloat16, device="cuda")
     tokens, positions = torch.arange(8, device="cuda"), torch.arange(8, device="cuda")
-    wanted = model.forward(tokens, positions, Echo(), positions)
+    wanted = model.head(model.forward(tokens, positions, Echo(), positions))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = model.forward(tokens, positions, Echo(), positions)
+        got = model.head(model.forward(tokens, positions, Echo(), positions))
     graph.replay()
     assert torch.equal(got, wanted)

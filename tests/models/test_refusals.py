@@ -14,7 +14,7 @@ from tiny import config, load, module, save
 
 from kvikk.errors import ConfigError, ModelError
 from kvikk.models.rope import check_rope
-from kvikk.models.support import check_config, resolve_length
+from kvikk.models.support import check_config, refusal, resolve_length
 
 MLA = {
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
@@ -104,8 +104,19 @@ def test_a_length_the_model_does_not_have_is_refused() -> None:
 
 
 def test_a_model_without_a_length_is_refused() -> None:
-    with pytest.raises(ModelError, match="'bloom' names no max_position_embeddings"):
-        resolve_length(transformers.BloomConfig(), None)
+    with pytest.raises(ModelError, match=r"BloomForCausalLM .* names no max_position_embeddings"):
+        check_config(named(transformers.BloomConfig()))
+
+
+def test_layers_of_different_shapes_are_refused() -> None:
+    made = named(config("Llama"))
+    made.per_layer_config = {0: {"head_dim": 8}}
+    with pytest.raises(ModelError, match="its layers differ in head_dim"):
+        check_config(made)
+
+
+def test_what_a_config_allows_is_not_refused() -> None:
+    assert refusal(named(config("Llama"))) is None
 
 
 def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path) -> None:

@@ -28,12 +28,12 @@ def test_its_spec_describes_it() -> None:
 def test_greedy_text_is_varied_and_its_choices_are_clear(seed: int) -> None:
     model, kv = toy_model(seed), DenseKV()
     tokens, gaps = [5, 6, 7], []
-    logits = model.forward(torch.tensor(tokens), torch.arange(3), kv.step([3]), torch.tensor([2]))
+    logits = model.head(model.forward(torch.tensor(tokens), torch.arange(3), kv.step([3]), torch.tensor([2])))
     for position in range(3, 67):
         best = logits[0].topk(2)
         gaps.append(float(best.values[0] - best.values[1]))
         tokens.append(int(best.indices[0]))
-        logits = model.forward(best.indices[:1], torch.tensor([position]), kv.step([1]), torch.tensor([0]))
+        logits = model.head(model.forward(best.indices[:1], torch.tensor([position]), kv.step([1]), torch.tensor([0])))
     assert len(set(tokens)) > 30
     assert min(gaps) > 1e-3
 
@@ -51,7 +51,7 @@ def test_a_token_gets_the_same_bits_at_every_number_of_tokens_in_the_step(dtype:
     model = toy_model(dtype=dtype)
     (row,) = random_rows(200)
     everything = torch.arange(200)
-    together = model.forward(row, everything, Echo(), everything)
+    together = model.head(model.forward(row, everything, Echo(), everything))
     for tokens in (1, 2, 3, 5, 8, 17, 64):
         some = everything[:tokens]
-        assert torch.equal(model.forward(row[:tokens], some, Echo(), some), together[:tokens])
+        assert torch.equal(model.head(model.forward(row[:tokens], some, Echo(), some)), together[:tokens])

@@ -11,12 +11,13 @@ import transformers
 from tiny import COMMON, config, load, module, own_logits, random_rows, reference_logits, save
 
 from kvikk.errors import ModelError
-from kvikk.models.transformers_model import Passage, TransformersModel, attend, register
+from kvikk.models.transformers_model import Passage, TransformersModel, attend, register, split
 
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 256, "eos_token_id": 2}
 NO_GQA = {name: value for name, value in COMMON.items() if name != "num_key_value_heads"}
 MOE = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts_per_tok": 2}
 GRANITE = {"attention_multiplier": 0.1, "logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0}
+CAPPED = {"head_dim": 16, "final_logit_softcapping": 3.0, "attn_logit_softcapping": None, "sliding_window": 512}
 OPT = {"ffn_dim": 96, "word_embed_proj_dim": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 SERVED: dict[str, Any] = {
@@ -25,6 +26,8 @@ SERVED: dict[str, Any] = {
     "Mixtral": lambda: config("Mixtral", num_local_experts=4, sliding_window=None),
     "Qwen2-MoE": lambda: config("Qwen2Moe", **MOE),
     "Granite": lambda: config("Granite", **GRANITE),
+    "Cohere": lambda: config("Cohere", logit_scale=0.3),
+    "Gemma 2 with capped logits": lambda: config("Gemma2", **CAPPED),
     "Phi": lambda: config("Phi"),
     "GPT-2": lambda: transformers.GPT2Config(**GPT2),
     "GPT-2, scaled by layer": lambda: transformers.GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True),
@@ -53,6 +56,20 @@ def test_logits_equal_transformers_own(name: str, tmp_path: Path) -> None:
     assert isinstance(loaded.model, TransformersModel)
     torch.testing.assert_close(own_logits(loaded.model, rows), wanted, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(own_logits(loaded.model, rows, new_tokens=1), wanted, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(own_logits(loaded.model, rows, head_rows=7), wanted, atol=2e-5, rtol=1e-4)
+
+
+def test_a_module_whose_backbone_cannot_be_told_from_its_head_is_refused() -> None:
+    class Bare(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embeddings, self.lm_head = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8)
+
+        def get_input_embeddings(self) -> torch.nn.Module:
+            return self.embeddings
+
+    with pytest.raises(ModelError, match="cannot be told from its head"):
+        split(Bare())
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -63,14 +63,20 @@ def load(folder: Path | str, **options: Any) -> LoadedModel:
     return load_model(str(folder), device=CPU, **options)
 
 
-def own_logits(model: CausalLM, rows: list[torch.Tensor], new_tokens: int = 0) -> torch.Tensor:
-    """Logits of all tokens of all rows, run as one flattened step, or with the last tokens in a second step."""
+def own_logits(
+    model: CausalLM, rows: list[torch.Tensor], new_tokens: int = 0, head_rows: int | None = None
+) -> torch.Tensor:
+    """Logits of all tokens of all rows, run as one flattened step, or with the last tokens in a second step.
+
+    The head runs on all outputs of a step at once, or on `head_rows` at a time.
+    """
     kv = DenseKV()
     parts = [row[: len(row) - new_tokens] for row in rows]
-    logits = [_step(model, kv, parts, [0] * len(rows))]
+    logits = [_step(model, kv, parts, [0] * len(rows), head_rows)]
     if new_tokens:
         starts = [len(part) for part in parts]
-        logits.append(_step(model, kv, [row[start:] for row, start in zip(rows, starts, strict=True)], starts))
+        lasts = [row[start:] for row, start in zip(rows, starts, strict=True)]
+        logits.append(_step(model, kv, lasts, starts, head_rows))
     per_step = [
         step.split([len(part) for part in ps])
         for step, ps in zip(logits, [parts, [row[-new_tokens:] for row in rows]][: len(logits)], strict=True)
@@ -78,13 +84,15 @@ def own_logits(model: CausalLM, rows: list[torch.Tensor], new_tokens: int = 0) -
     return torch.cat([torch.cat(row) for row in zip(*per_step, strict=True)])
 
 
-def _step(model: CausalLM, kv: DenseKV, rows: list[torch.Tensor], starts: list[int]) -> torch.Tensor:
+def _step(
+    model: CausalLM, kv: DenseKV, rows: list[torch.Tensor], starts: list[int], head_rows: int | None
+) -> torch.Tensor:
     step = kv.step([len(row) for row in rows])
     positions = torch.cat([torch.arange(at, at + len(row)) for at, row in zip(starts, rows, strict=True)])
     tokens = torch.cat(rows)
-    logits = model.forward(tokens, positions, step, torch.arange(len(tokens)))
+    hidden = model.forward(tokens, positions, step, torch.arange(len(tokens)))
     assert sorted(step.calls) == list(range(model.spec.layers)), "every layer attends exactly once"
-    return logits
+    return torch.cat([model.head(part) for part in hidden.split(head_rows or len(hidden))])
 
 
 def reference_logits(made: Any, rows: list[torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""The command line: `kvikk generate | chat | demo | doctor`.
+"""The command line, `kvikk`.
 
-Engine options come from the config dataclasses; a flag wins over a `KVIKK_...` variable, which wins over `--config
-file.toml`. Each command is one module; read `main` first.
+Options come from the config dataclasses; a flag wins over a `KVIKK_...` variable, which wins over `--config file.toml`.
+Each command is one module, listed in `commands`; read `main` first.
 """
 
 from kvikk.cli.main import main

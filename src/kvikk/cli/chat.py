@@ -6,30 +6,32 @@ import argparse
 import sys
 
 from kvikk.cli.arguments import (
-    add_engine_arguments,
+    add_config_arguments,
     add_logging_argument,
     add_sampling_arguments,
-    engine_options,
+    resolve,
     sampling_params,
 )
+from kvikk.configuration import given
+from kvikk.engine import EngineConfig
 from kvikk.errors import KvikkError, StepFailed
 
+CONFIG = EngineConfig
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends"
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = subparsers.add_parser("chat", help="talk with the model", allow_abbrev=False)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be typed after the command."""
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     add_sampling_arguments(parser)
-    add_engine_arguments(parser)
+    add_config_arguments(parser, CONFIG)
     add_logging_argument(parser)
-    parser.set_defaults(run=run, max_tokens="512")
+    parser.set_defaults(max_tokens="512")
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the command."""
-    options = engine_options(parsed)
+    options = given(resolve(parsed, CONFIG))
     params = sampling_params(parsed, options)
 
     from kvikk.llm import LLM

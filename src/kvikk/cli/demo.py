@@ -7,12 +7,15 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvikk.cli.arguments import add_engine_arguments, add_logging_argument, engine_options
+from kvikk.cli.arguments import add_config_arguments, add_logging_argument, resolve
+from kvikk.configuration import given
+from kvikk.engine import EngineConfig, SamplingParams
 from kvikk.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvikk.llm import LLM, RequestOutput, StreamDelta
 
+CONFIG = EngineConfig
 DOCUMENT_TOPIC = "compound"
 DOCUMENT_TOKENS = 6500
 QUESTIONS = (
@@ -24,23 +27,20 @@ FOLLOW_UP = "And what does `else` mean after a loop?"
 ANSWER_TOKENS = 64
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = subparsers.add_parser("demo", help="questions over a long document, computed once", allow_abbrev=False)
-    add_engine_arguments(parser)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be typed after the command."""
+    add_config_arguments(parser, CONFIG)
     add_logging_argument(parser)
-    parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the command."""
     from rich.console import Console
 
-    from kvikk.engine import SamplingParams
     from kvikk.llm import LLM
 
     console = Console(highlight=False, soft_wrap=True)
-    llm = LLM(**engine_options(parsed))
+    llm = LLM(**given(resolve(parsed, CONFIG)))
     document, tokens = long_document(llm.get_tokenizer(), min(DOCUMENT_TOKENS, llm.capacity.max_model_len * 3 // 4))
     console.print(f"The document: {tokens:,} tokens of Python's language reference.\n")
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)

@@ -13,11 +13,9 @@ from kvikk.version import __version__
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "numba", "numpy", "triton")
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = subparsers.add_parser("doctor", help="versions, devices, memory, caches", allow_abbrev=False)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be typed after the command."""
     add_logging_argument(parser)
-    parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -9,37 +9,45 @@ from dataclasses import asdict
 from typing import Any
 
 from kvikk.cli.arguments import (
-    add_engine_arguments,
+    add_config_arguments,
+    add_form_arguments,
     add_logging_argument,
     add_result_arguments,
     add_sampling_arguments,
-    engine_options,
     read_text,
+    resolve,
     sampling_params,
 )
+from kvikk.configuration import given
+from kvikk.engine import EngineConfig
 from kvikk.errors import InvalidRequest
+from kvikk.grammar import validate
+
+CONFIG = EngineConfig
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = subparsers.add_parser("generate", help="continue one or several prompts", allow_abbrev=False)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be typed after the command."""
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; else standard input")
     parser.add_argument("--prompt-file", action="append", default=[], metavar="FILE", help="a prompt from a file")
     parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each prompt")
     add_sampling_arguments(parser)
+    add_form_arguments(parser)
     add_result_arguments(parser)
-    add_engine_arguments(parser)
+    add_config_arguments(parser, CONFIG)
     add_logging_argument(parser)
-    parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the command."""
-    options = engine_options(parsed)
+    options = given(resolve(parsed, CONFIG))
     params = sampling_params(parsed, options)
-    if params.logprobs is not None and not parsed.json:
-        raise InvalidRequest("--logprobs has nowhere to show without --json: add it")
+    for name, value in (("--logprobs", params.logprobs), ("--prompt-logprobs", params.prompt_logprobs)):
+        if value is not None and not parsed.json:
+            raise InvalidRequest(f"{name} has nowhere to show without --json: add it")
+    if params.structured_outputs is not None:
+        validate(params.structured_outputs)
     texts = [*parsed.prompts, *map(read_text, parsed.prompt_file)]
     if not texts:
         if sys.stdin.isatty():
@@ -81,10 +89,12 @@ def as_json(output: Any) -> dict[str, Any]:
             "stop_reason": text.stop_reason,
         }
         | ({"error": text.error} if text.error else {})
-        | ({"logprobs": [_plain(entry) for entry in text.logprobs]} if text.logprobs is not None else {})
+        | ({} if text.logprobs is None else {"logprobs": [_plain(entry) for entry in text.logprobs]})
         for text in output.outputs
     ]
     result = {**choices[0], "usage": output.usage, "kv": asdict(output.kv)}
+    if output.prompt_logprobs is not None:
+        result["prompt_logprobs"] = [entry and _plain(entry) for entry in output.prompt_logprobs]
     return result | ({"choices": choices} if len(choices) > 1 else {})
 
 

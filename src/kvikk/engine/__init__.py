@@ -10,12 +10,14 @@ Invariants: one seed gives one text, alone or in any batch; after any step, abor
 for; a failing request harms no other. The engine knows neither text nor HTTP.
 """
 
-from kvikk.engine.build import Capacity, build_engine
+from kvikk.engine.build import Capacity, build_engine, load_engine
 from kvikk.engine.config import EngineConfig, SchedulerConfig
-from kvikk.engine.core import Engine, EngineLimits, EngineOutput
+from kvikk.engine.core import Engine, EngineOutput
+from kvikk.engine.limits import EngineLimits
+from kvikk.engine.logprobs import Logprob
 from kvikk.engine.request import FinishReason, Request
-from kvikk.engine.sampler import Logprob, SampledToken
-from kvikk.engine.sampling_params import SamplingParams
+from kvikk.engine.sampler import SampledToken
+from kvikk.engine.sampling_params import SamplingParams, recommended_sampling
 
 __all__ = [
     "Capacity",
@@ -30,4 +32,6 @@ __all__ = [
     "SamplingParams",
     "SchedulerConfig",
     "build_engine",
+    "load_engine",
+    "recommended_sampling",
 ]

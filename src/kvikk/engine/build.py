@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from kvikk.attention import attention_backend
 from kvikk.engine.config import EngineConfig
-from kvikk.engine.core import Engine, EngineLimits
+from kvikk.engine.core import Engine
+from kvikk.engine.limits import EngineLimits
 from kvikk.engine.runner import ModelRunner
 from kvikk.errors import ConfigError
 from kvikk.geometry import KVGeometry
-from kvikk.memory import KVStore, format_bytes, pool_blocks
-from kvikk.models import LoadedModel
+from kvikk.grammar import GrammarCompiler
+from kvikk.memory import KVStore, check_device, format_bytes, pool_blocks
+from kvikk.models import LoadedModel, load_model
 from kvikk.prefix import KeySpace
 
 logger = logging.getLogger(__name__)
@@ -110,4 +112,26 @@ def build_engine(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, Cap
         length_reason=capacity.length_reason,
     )
     logger.info("%s", capacity)
-    return Engine(config, limits, keyspace, blocks, runner), capacity
+    grammars = GrammarCompiler(loaded.tokenizer, spec.vocabulary, spec.eos_token_ids)
+    return Engine(config, limits, keyspace, blocks, runner, grammars=grammars), capacity
+
+
+def load_engine(config: EngineConfig) -> tuple[LoadedModel, Engine, Capacity]:
+    """Load the model that the config names, and make its engine.
+
+    Raises:
+        ConfigError: an option cannot be honoured.
+        ModelError: the model cannot be loaded, or is not supported.
+    """
+    chosen = config.model
+    device = chosen.torch_device()
+    check_device(config.memory, device)
+    loaded = load_model(
+        chosen.model,
+        dtype=chosen.dtype,
+        device=device,
+        max_model_len=chosen.max_model_len,
+        revision=chosen.revision,
+        tokenizer=chosen.tokenizer,
+    )
+    return loaded, *build_engine(loaded, config)

@@ -5,59 +5,34 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Protocol
 
 from kvikk.engine.config import EngineConfig
+from kvikk.engine.history import TokenHistory
+from kvikk.engine.limits import EngineLimits
+from kvikk.engine.logprobs import Logprob
 from kvikk.engine.request import FinishReason, Request, Row
 from kvikk.engine.sampler import SampledToken
-from kvikk.engine.sampling_params import SamplingParams, whole_number
-from kvikk.engine.scheduler import ScheduledRow, Scheduler, StepPlan
-from kvikk.errors import ConfigError, InvalidRequest, KvikkError, PromptTooLong, StepFailed
+from kvikk.engine.sampling_params import SamplingParams
+from kvikk.engine.scheduler import Scheduler
+from kvikk.engine.step import RowResult, Runner, ScheduledRow, StepPlan
+from kvikk.errors import ConfigError, InvalidRequest, KvikkError, StepFailed
+from kvikk.grammar import Grammar, GrammarCompiler
 from kvikk.memory import BlockPool
 from kvikk.prefix import LRU, KeySpace, PrefixCache, extend_keys
 
 logger = logging.getLogger(__name__)
 
 
-class Runner(Protocol):
-    """Computes a step: the model and its memory, or a simulation of them."""
-
-    def execute(self, plan: StepPlan) -> list[list[SampledToken]]:
-        """Copy blocks, compute all runs, sample.
-
-        Returns:
-            For each row of the plan, in order, the `samples` tokens it asked for. A row whose logits were not finite
-            gets an empty list although it asked for some.
-
-        Raises:
-            Exception: the step failed as a whole; nothing of it counts.
-        """
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineLimits:
-    """What a model and a pool allow.
-
-    Args:
-        max_model_len: tokens of a sequence, prompt and generated.
-        vocabulary: token ids are below it.
-        eos_token_ids: end a text unless `ignore_eos`.
-        length_reason: what sets `max_model_len`, for error messages, with the way out.
-    """
-
-    max_model_len: int
-    vocabulary: int
-    eos_token_ids: frozenset[int] = frozenset()
-    length_reason: str = "the model's maximum"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOutput:
-    """A token that a row gained in a step, its end, or both."""
+    """A token that a row gained in a step, its end, or both.
+
+    A token that comes with STOP is an end token, and no text. `prompt_logprobs` comes once, with the request's first
+    token: an entry for each token of the prompt, None for the first.
+    """
 
     request: Request
     choice: int
@@ -65,6 +40,7 @@ class EngineOutput:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: KvikkError | None = None
+    prompt_logprobs: list[tuple[Logprob, ...] | None] | None = None
 
 
 class Engine:
@@ -79,6 +55,7 @@ class Engine:
         keyspace: of the prefix keys; its page size is the pool's.
         blocks: usable blocks of the pool.
         runner: computes steps.
+        grammars: makes the grammars of requests with structured outputs; without it these are refused.
         clock: seconds, monotonic.
         seeds: draws the seeds of requests that give none.
     """
@@ -91,6 +68,7 @@ class Engine:
         blocks: int,
         runner: Runner,
         *,
+        grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
         seeds: random.Random | None = None,
     ) -> None:
@@ -112,6 +90,7 @@ class Engine:
         self._config = config
         self._keyspace = keyspace
         self._runner = runner
+        self._grammars = grammars
         self._clock = clock
         self._seeds = seeds or random.Random(config.seed)
         self._numbers = count()
@@ -144,18 +123,9 @@ class Engine:
         Raises:
             InvalidRequest: the prompt or the parameters cannot be served; nothing was queued.
         """
-        prompt = self._checked_prompt(prompt_token_ids)
-        if params.n > self._config.scheduler.max_num_seqs:
-            raise InvalidRequest(
-                f"n is {params.n}, at most --max-num-seqs {self._config.scheduler.max_num_seqs} texts are written "
-                "at once: ask for fewer, or raise it"
-            )
-        for token in params.stop_tokens:
-            if token >= self.limits.vocabulary:
-                raise InvalidRequest(
-                    f"stop token id {token} is outside the model's vocabulary of {self.limits.vocabulary}: it can "
-                    "never come"
-                )
+        prompt = self.limits.checked_prompt(prompt_token_ids)
+        self.limits.check_params(params, self._config.scheduler.max_num_seqs)
+        grammar = self._grammar(params)
         number = next(self._numbers)
         if request_id is None:
             request_id = f"request-{number}"
@@ -170,8 +140,17 @@ class Engine:
             seed=(self._seeds.getrandbits(64) if params.seed is None else params.seed) & (2**64 - 1),
             stop_ids=eos | frozenset(params.stop_tokens),
             arrival_s=self._clock(),
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
-        row = Row(request=request, choice=0, tokens=list(prompt), keys=[self._keyspace.root(salt)], unforked=params.n)
+        row = Row(
+            request=request,
+            choice=0,
+            tokens=list(prompt),
+            keys=[self._keyspace.root(salt)],
+            unforked=params.n,
+            history=TokenHistory(prompt if params.repetition_penalty != 1 else ()) if params.has_penalties else None,
+            grammar=grammar,
+        )
         request.rows.append(row)
         self._requests[request_id] = request
         self.scheduler.add(row)
@@ -198,6 +177,11 @@ class Engine:
             self._finish(row, FinishReason.ABORT)
         return bool(ended)
 
+    @property
+    def requests(self) -> Collection[Request]:
+        """All unfinished requests, in the order of their arrival."""
+        return self._requests.values()
+
     def is_active(self, request_id: str) -> bool:
         """Whether a request has texts that have not ended."""
         return request_id in self._requests
@@ -208,8 +192,9 @@ class Engine:
         if not plan.rows:
             return self._note_idle(plan)
         self._idle_steps = 0
+        self._note_start(plan)
         try:
-            sampled = self._runner.execute(plan)
+            computed = self._runner.execute(plan)
         except Exception as error:
             logger.exception("step %d failed with %d rows", self.steps, len(plan.rows))
             failure = StepFailed(f"the step failed: {error!r}")
@@ -219,9 +204,9 @@ class Engine:
             raise
         self.steps += 1
         self.computed_tokens += plan.tokens
-        results = list(zip(plan.rows, sampled, strict=True))
-        self.scheduler.commit(s.row for s, tokens in results if tokens or not s.samples)
-        return [out for s, tokens in results for out in self._advance(s, tokens)]
+        results = list(zip(plan.rows, computed, strict=True))
+        self.scheduler.commit(s.row for s, result in results if result.tokens or not s.samples)
+        return [out for s, result in results for out in self._advance(s, result)]
 
     def check(self) -> None:
         """Recount all memory.
@@ -239,65 +224,77 @@ class Engine:
         Raises:
             PinRefused: over the limit that leaves room for a request of the maximum length.
         """
-        prompt = self._checked_prompt(token_ids)
+        prompt = self.limits.checked_prompt(token_ids)
         keys = [self._keyspace.root(salt)]
         extend_keys(keys, prompt, self._keyspace.page_size)
         return self.prefix.pin(name, keys[1:])
 
-    def _checked_prompt(self, token_ids: Sequence[int]) -> list[int]:
-        prompt = [whole_number("token id", token) for token in token_ids]
-        if not prompt:
-            raise InvalidRequest("the prompt is empty: give at least one token")
-        for token in prompt:
-            if not 0 <= token < self.limits.vocabulary:
-                raise InvalidRequest(
-                    f"token id {token} is outside the model's vocabulary: ids lie between 0 and "
-                    f"{self.limits.vocabulary - 1}"
-                )
-        if len(prompt) >= self.limits.max_model_len:
-            raise PromptTooLong(
-                f"the prompt has {len(prompt):,} tokens, at most {self.limits.max_model_len - 1:,} leave room for an "
-                f"answer ({self.limits.length_reason})"
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """The grammar that a request asks for, at its start. Under `ignore_eos` it ends where no text can follow."""
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequest(
+                "structured_outputs are not available: this engine was built without a tokenizer",
+                param="structured_outputs",
             )
-        return prompt
+        return self._grammars.compile(params.structured_outputs, may_end_early=not params.ignore_eos)
 
-    def _advance(self, scheduled: ScheduledRow, tokens: list[SampledToken]) -> list[EngineOutput]:
-        """Hand a row its sampled tokens: one, or `n` of them when it forks."""
-        row = scheduled.row
+    def _advance(self, scheduled: ScheduledRow, result: RowResult) -> list[EngineOutput]:
+        """Hand a row what the step gave it: no token, one, or `n` of them when it forks."""
+        row, request = scheduled.row, scheduled.row.request
+        if request.prompt_logprobs is not None:
+            request.prompt_logprobs.extend(result.prompt_logprobs)
         if not scheduled.samples:
             return []
-        if not tokens:
-            self.prefix.discard(row.blocks)  # whatever made the logits so may lie in them
-            return self._fail(row, StepFailed("the model's logits are not finite: this request cannot go on"))
-        request = row.request
-        if len(tokens) > 1:
+        if not result.tokens:
+            return self._fail(row, self._why_no_token(row))
+        is_first = len(row.tokens) == len(request.prompt_token_ids)
+        rows = [row]
+        if len(result.tokens) > 1:
             row.unforked = 1
-            choices = [
-                Row(request=request, choice=i, tokens=list(row.tokens), keys=list(row.keys))
-                for i in range(1, len(tokens))
-            ]
+            choices = [row.fork(choice) for choice in range(1, len(result.tokens))]
             request.rows.extend(choices)
             self.scheduler.fork(row, choices)
             for given_up in request.aborted_choices:
                 self._finish(request.rows[given_up], FinishReason.ABORT)
-            both = zip(request.rows, tokens, strict=True)
-            return [self._append(r, token) for r, token in both if r.finish_reason is None]
-        return [self._append(row, tokens[0])]
+            rows = request.rows
+        both = zip(rows, result.tokens, strict=True)
+        outputs = [out for r, token in both if r.finish_reason is None for out in self._append(r, token)]
+        if is_first and request.prompt_logprobs is not None:
+            outputs[0] = replace(outputs[0], prompt_logprobs=request.prompt_logprobs)
+        return outputs
 
-    def _append(self, row: Row, token: SampledToken) -> EngineOutput:
+    def _append(self, row: Row, token: SampledToken) -> list[EngineOutput]:
+        """A row gains a token, and ends when that was its last."""
+        request, params = row.request, row.request.params
         row.append(token.token_id)
-        generated = len(row.tokens) - len(row.request.prompt_token_ids)
-        reason, stop_id = None, None
-        if token.token_id in row.request.stop_ids and generated >= row.request.params.min_tokens:
+        if row.grammar is not None:
+            row.grammar.advance(token.token_id)
+        generated = len(row.tokens) - len(request.prompt_token_ids)
+        is_end_token = token.token_id in request.stop_ids and generated >= params.min_tokens
+        reason = None
+        if is_end_token or (row.grammar is not None and row.grammar.is_complete):
             reason = FinishReason.STOP
-            stop_id = None if token.token_id in self._eos else token.token_id
-        elif generated == row.request.params.max_tokens or len(row.tokens) >= self.limits.max_model_len:
+        elif generated == params.max_tokens or len(row.tokens) >= self.limits.max_model_len:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._finish(row, reason)
-        return EngineOutput(
-            request=row.request, choice=row.choice, token=token, finish_reason=reason, stop_token_id=stop_id
-        )
+        if reason is FinishReason.STOP and not is_end_token:  # the token is text, as one that comes with STOP is not
+            return [
+                EngineOutput(request=request, choice=row.choice, token=token),
+                EngineOutput(request=request, choice=row.choice, finish_reason=reason),
+            ]
+        stop_id = token.token_id if is_end_token and token.token_id not in self._eos else None
+        return [
+            EngineOutput(request=request, choice=row.choice, token=token, finish_reason=reason, stop_token_id=stop_id)
+        ]
+
+    def _why_no_token(self, row: Row) -> StepFailed:
+        if row.grammar is not None and row.grammar.failure is not None:
+            return StepFailed(f"the text cannot go on as its structured_outputs demand: {row.grammar.failure}")
+        self.prefix.discard(row.blocks)  # whatever made the logits so may lie in them
+        return StepFailed("the model's logits are not finite: this request cannot go on")
 
     def _fail(self, row: Row, error: KvikkError) -> list[EngineOutput]:
         """End a row with an error: one output for each text that it stands for."""
@@ -313,6 +310,12 @@ class Engine:
         self.scheduler.remove(row, reason)
         if all(r.finish_reason for r in row.request.rows):
             del self._requests[row.request.id]
+
+    def _note_start(self, plan: StepPlan) -> None:
+        """Requests that are scheduled for the first time have waited until now."""
+        for scheduled in plan.rows:
+            if scheduled.row.request.queued_s is None:
+                scheduled.row.request.queued_s = self._clock() - scheduled.row.request.arrival_s
 
     def _note_idle(self, plan: StepPlan) -> list[EngineOutput]:
         """Nothing could be scheduled: harmless for a while, a stall when it lasts."""

@@ -7,7 +7,10 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvikk.attention.plan import QueryRun
+from kvikk.engine.history import TokenHistory
+from kvikk.engine.logprobs import Logprob
 from kvikk.engine.sampling_params import SamplingParams
+from kvikk.grammar import Grammar
 from kvikk.prefix import extend_keys
 from kvikk.types import BlockId, BlockKey, Position
 
@@ -39,12 +42,22 @@ class Request:
     seed: int
     stop_ids: frozenset[int]
     arrival_s: float
+    queued_s: float | None = None
+    """Seconds from arrival until it was first scheduled."""
     rows: list[Row] = field(default_factory=list)
     aborted_choices: set[int] = field(default_factory=set)
     """Texts that were given up before the row forked."""
+    prompt_logprobs: list[tuple[Logprob, ...] | None] | None = None
+    """One for each token of the prompt, as far as known; None for the first. None altogether when not asked for."""
     cached_tokens: int = 0
     held_blocks: int = 0
     peak_blocks: int = 0
+
+    def unscored(self, stop: int) -> range:
+        """Positions below `stop` that are computed to tell the log-probability of the prompt token after them."""
+        if self.prompt_logprobs is None:
+            return range(0)
+        return range(len(self.prompt_logprobs) - 1, min(stop, len(self.prompt_token_ids) - 1))
 
     def note_block(self) -> None:
         """One of the rows took a fresh block."""
@@ -79,6 +92,10 @@ class Row:
     preemptions: int = 0
     computed_once: int = 0
     """Positions below this had been computed when the row was last preempted."""
+    history: TokenHistory | None = None
+    """Kept for penalties alone."""
+    grammar: Grammar | None = None
+    """The state after all tokens of the text."""
     waits_for: BlockKey | None = None
     is_running: bool = False
     finish_reason: FinishReason | None = None
@@ -107,6 +124,19 @@ class Row:
         """A sampled token: it is what the next step computes."""
         self.tokens.append(token)
         self.segments = [Segment(len(self.tokens) - 1, len(self.tokens))]
+        if self.history is not None:
+            self.history.append(token)
+
+    def fork(self, choice: int) -> Row:
+        """Another text from here on; it holds no blocks yet."""
+        return Row(
+            request=self.request,
+            choice=choice,
+            tokens=list(self.tokens),
+            keys=list(self.keys),
+            history=None if self.history is None else self.history.copy(),
+            grammar=None if self.grammar is None else self.grammar.copy(),
+        )
 
     def take(self, budget: int) -> list[QueryRun]:
         """Take up to `budget` positions off the front of the segments, as runs to compute now."""
@@ -127,3 +157,9 @@ class Row:
         """The keys of all full blocks of the tokens known now."""
         full = extend_keys(self.keys, self.tokens, page_size)
         return self.keys[1 : full + 1]
+
+    def reusable_keys(self, page_size: int) -> list[BlockKey]:
+        """Those of blocks that need not be computed if they are cached: positions still to be scored must be."""
+        keys = self.full_block_keys(page_size)
+        unscored = self.request.unscored(len(self.tokens))
+        return keys[: unscored.start // page_size] if unscored else keys

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from kvikk.attention import AttentionBackend
+from kvikk.engine.logprobs import ROWS_AT_ONCE, Logprob, token_logprobs
 from kvikk.engine.sampler import SampledToken, SamplingTask, sample
-from kvikk.engine.scheduler import ScheduledRow, StepPlan
+from kvikk.engine.step import RowResult, ScheduledRow, StepPlan
 from kvikk.memory import KVStore
 from kvikk.models import CausalLM
 
@@ -26,48 +30,85 @@ class ModelRunner:
         self.backend = backend
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> list[list[SampledToken]]:
-        """See `engine.core.Runner`."""
+    def execute(self, plan: StepPlan) -> list[RowResult]:
+        """See `engine.step.Runner`."""
         self.store.copy_blocks(plan.copies)
         runs = [run for scheduled in plan.rows for run in scheduled.runs]
         token_ids: list[int] = []
         positions: list[int] = []
-        logits_at: list[int] = []
+        sampled_at: list[int] = []
+        scored_at: list[int] = []
         for scheduled in plan.rows:
             for run in scheduled.runs:
+                shift = len(token_ids) - run.start
                 token_ids.extend(scheduled.row.tokens[run.start : run.stop])
                 positions.extend(range(run.start, run.stop))
+                scored = range(max(run.start, scheduled.scores.start), min(run.stop, scheduled.scores.stop))
+                scored_at.extend(position + shift for position in scored)
             if scheduled.samples:
-                logits_at.append(len(token_ids) - 1)
+                sampled_at.append(len(token_ids) - 1)
         device = self.store.device
-        logits = self.model.forward(
+        hidden = self.model.forward(
             torch.tensor(token_ids, device=device),
             torch.tensor(positions, device=device),
             self.backend.begin(self.backend.plan(runs)),
-            torch.tensor(logits_at, dtype=torch.int64, device=device),
+            torch.tensor(sampled_at + scored_at, dtype=torch.int64, device=device),
         )
-        return self._sample(plan.rows, logits)
+        sampled = iter(self._sample(plan.rows, hidden[: len(sampled_at)]) if sampled_at else [])
+        scores = iter(self._score(plan.rows, hidden[len(sampled_at) :]))
+        results = []
+        for scheduled in plan.rows:
+            drawn = [next(sampled) for _ in range(scheduled.samples)]
+            results.append(
+                RowResult(
+                    tokens=[token for token in drawn if token is not None] if None not in drawn else [],
+                    prompt_logprobs=[next(scores) for _ in scheduled.scores],
+                )
+            )
+        return results
 
-    def _sample(self, rows: list[ScheduledRow], logits: torch.Tensor) -> list[list[SampledToken]]:
+    def _sample(self, rows: list[ScheduledRow], hidden: Tensor) -> list[SampledToken | None]:
+        """A token for each that the rows want, in order; None where there can be none."""
+        logits = self.model.head(hidden)
         sampling = [scheduled for scheduled in rows if scheduled.samples]
-        tasks = [task for scheduled in sampling for task in _tasks(scheduled)]
+        tasks = [task for scheduled in sampling for task in sampling_tasks(scheduled)]
         if len(tasks) != len(sampling):  # a prompt that forks: its choices share one row of logits
             repeats = torch.tensor([scheduled.samples for scheduled in sampling], device=logits.device)
             logits = logits.repeat_interleave(repeats, dim=0)
-        tokens = iter(sample(logits, tasks) if tasks else [])
-        results = []
-        for scheduled in rows:
-            drawn = [next(tokens) for _ in range(scheduled.samples)]
-            results.append([token for token in drawn if token is not None] if None not in drawn else [])
-        return results
+        return sample(logits, tasks)
+
+    def _score(self, rows: list[ScheduledRow], hidden: Tensor) -> list[tuple[Logprob, ...]]:
+        """Log-probabilities of the prompt tokens that follow the scored positions, a slice of them at a time."""
+        wanted = [
+            (scheduled.row.tokens[position + 1], scheduled.row.request.params.prompt_logprobs or 0)
+            for scheduled in rows
+            for position in scheduled.scores
+        ]
+        found: list[tuple[Logprob, ...]] = []
+        for start in range(0, len(wanted), ROWS_AT_ONCE):
+            tokens, counts = zip(*wanted[start : start + ROWS_AT_ONCE], strict=True)
+            found += token_logprobs(self.model.head(hidden[start : start + ROWS_AT_ONCE]), tokens, counts)
+        return found
 
 
-def _tasks(scheduled: ScheduledRow) -> list[SamplingTask]:
+def sampling_tasks(scheduled: ScheduledRow) -> list[SamplingTask]:
     """One task for each token that a row samples in this step."""
     row, request = scheduled.row, scheduled.row.request
     generated = len(row.tokens) - len(request.prompt_token_ids)
     barred = request.stop_ids if generated < request.params.min_tokens else frozenset()
+    allowed = None
+    if row.grammar is not None:
+        allowed, barred = _without(row.grammar.mask(), barred), frozenset()
     return [
-        SamplingTask(request.params, request.seed, len(row.tokens), row.choice + i, barred)
+        SamplingTask(request.params, request.seed, len(row.tokens), row.choice + i, barred, row.history, allowed)
         for i in range(scheduled.samples)
     ]
+
+
+def _without(allowed: NDArray[np.bool_], barred: frozenset[int]) -> NDArray[np.bool_]:
+    """The tokens of a mask that are not barred, or all of them where nothing else would be left."""
+    if not barred:
+        return allowed
+    left = allowed.copy()
+    left[list(barred)] = False
+    return left if left.any() else allowed

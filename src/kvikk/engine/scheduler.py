@@ -5,42 +5,16 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from math import ceil
 
-from kvikk.attention.plan import QueryRun
 from kvikk.engine.config import SchedulerConfig
 from kvikk.engine.request import FinishReason, Row, Segment
+from kvikk.engine.step import StepPlan
 from kvikk.memory import BlockPool
 from kvikk.prefix import PrefixCache
 from kvikk.types import BlockId
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledRow:
-    """A row's part of a step: the runs it computes, and how many tokens are sampled after them (0: none)."""
-
-    row: Row
-    runs: list[QueryRun]
-    samples: int
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One step: block copies first, then all rows' runs."""
-
-    rows: list[ScheduledRow] = field(default_factory=list)
-    copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
-    tokens: int = 0
-    preempted: int = 0
-
-    def add(self, row: Row, budget: int) -> None:
-        """Let a row compute up to `budget` tokens; it samples when nothing is missing then."""
-        runs = row.take(budget)
-        self.tokens += sum(run.length for run in runs)
-        self.rows.append(ScheduledRow(row, runs, 0 if row.segments else row.unforked))
 
 
 class Scheduler:
@@ -188,7 +162,7 @@ class Scheduler:
                 return
             if row.waits_for is not None and self._prefix.is_claimed([row.waits_for]):
                 continue
-            keys = row.full_block_keys(self._page_size) if self._prefix.enabled else []
+            keys = row.reusable_keys(self._page_size) if self._prefix.enabled else []
             hits = self._prefix.lookup(keys)
             missing_keys = [key for key, hit in zip(keys, hits, strict=True) if hit is None]
             row.waits_for = next((key for key in missing_keys if self._prefix.is_claimed([key])), None)

@@ -9,18 +9,14 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from kvikk.chat import Conversation, render
 from kvikk.configuration import build
-from kvikk.engine import EngineConfig, SamplingParams, build_engine
+from kvikk.engine import EngineConfig, SamplingParams, load_engine, recommended_sampling
 from kvikk.errors import InvalidRequest, KvikkError
 from kvikk.llm.outputs import RequestOutput, StreamDelta
 from kvikk.llm.writer import RequestWriter
-from kvikk.memory import check_device
-from kvikk.models import load_model
 
 logger = logging.getLogger(__name__)
-
-NOT_HONOURED = {"repetition_penalty": 1.0, "min_p": 0.0}
-"""Suggestions of generation configs that the sampler does not know yet, and their values that change nothing."""
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, its token ids, or `{"prompt": ...}` or `{"prompt_token_ids": [...]}` as in vLLM."""
@@ -47,23 +43,7 @@ class LLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.config = build(EngineConfig, {"model": model, **options})
-        chosen = self.config.model
-        check_device(self.config.memory, chosen.torch_device())
-        self.loaded = load_model(
-            chosen.model,
-            dtype=chosen.dtype,
-            device=chosen.torch_device(),
-            max_model_len=chosen.max_model_len,
-            revision=chosen.revision,
-            tokenizer=chosen.tokenizer,
-        )
-        for name, neutral in NOT_HONOURED.items():
-            suggested = self.loaded.generation_defaults.get(name, neutral)
-            if suggested != neutral:
-                logger.warning(
-                    "the model's generation config suggests %s %s, which is not supported yet", name, suggested
-                )
-        self.engine, self.capacity = build_engine(self.loaded, self.config)
+        self.loaded, self.engine, self.capacity = load_engine(self.config)
         self._writers: dict[str, RequestWriter] = {}
 
     def get_tokenizer(self) -> Any:
@@ -72,9 +52,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation config suggests."""
-        suggested = self.loaded.generation_defaults
-        known = {name: suggested[name] for name in ("temperature", "top_p", "top_k") if suggested.get(name) is not None}
-        return SamplingParams.from_dict(known)
+        return SamplingParams(**recommended_sampling(self.loaded.generation_defaults))
 
     def generate(
         self,
@@ -134,17 +112,9 @@ class LLM:
         if not isinstance(given, list | tuple) or not given:
             raise InvalidRequest(f"messages are {given!r}: a conversation is a list of at least one message")
         conversations = [given] if isinstance(given[0], Mapping) else given
-        tokenizer = self.loaded.tokenizer
-        if tokenizer.chat_template is None:
-            name = self.loaded.model.spec.name
-            raise InvalidRequest(f"{name} has no chat template: use generate with a plain prompt")
         prompts: list[Prompt] = []
         for conversation in conversations:
-            try:
-                text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-            except Exception as error:
-                raise InvalidRequest(f"the model's chat template refuses these messages: {error}") from error
-            ids = self._tokenize(text, add_special_tokens=False)
+            text, ids = render(Conversation(messages=conversation), self.loaded.tokenizer)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return prompts
 
@@ -179,9 +149,9 @@ class LLM:
             raise InvalidRequest(f"a prompt is {type(ids).__name__}: it must be text or a list of token ids")
         return _Encoded(text, list(ids))
 
-    def _tokenize(self, text: str, **options: Any) -> list[int]:
+    def _tokenize(self, text: str) -> list[int]:
         try:
-            ids: list[int] = self.loaded.tokenizer(text, verbose=False, **options).input_ids
+            ids: list[int] = self.loaded.tokenizer(text, verbose=False).input_ids
         except (TypeError, UnicodeError) as error:  # lone surrogates are no text
             raise InvalidRequest(f"the prompt is not valid Unicode text and cannot be tokenised: {error}") from error
         return ids

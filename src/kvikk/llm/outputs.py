@@ -54,6 +54,8 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     kv: KVUsage | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each token of the prompt, None for the first; when asked for, and once the first token has come."""
     first_token_s: float | None = None
     """Seconds from the request's arrival to its first token."""
 

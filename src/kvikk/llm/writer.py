@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvikk.engine import EngineOutput, FinishReason, Request, SampledToken, SamplingParams
+from kvikk.engine import Logprob as TokenLogprob
 from kvikk.geometry import KVGeometry
 from kvikk.llm.outputs import CompletionOutput, KVUsage, Logprob, RequestOutput, StreamDelta
 from kvikk.llm.text import Detokenizer, StopMatcher
@@ -65,12 +67,16 @@ class TextWriter:
     def _note_logprobs(self, token: SampledToken) -> None:
         assert token.logprobs is not None
         assert self.output.logprobs is not None
-        found = {
-            entry.token_id: Logprob(entry.logprob, entry.rank, str(self._tokenizer.decode([entry.token_id])))
-            for entry in token.logprobs
-        }
+        found = decoded(self._tokenizer, token.logprobs)
         self.output.logprobs.append(found)
         self.output.cumulative_logprob = (self.output.cumulative_logprob or 0.0) + found[token.token_id].logprob
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, entries: Sequence[TokenLogprob]) -> dict[int, Logprob]:
+    """The engine's log-probabilities at one place with the tokens' texts, by token id."""
+    return {
+        entry.token_id: Logprob(entry.logprob, entry.rank, str(tokenizer.decode([entry.token_id]))) for entry in entries
+    }
 
 
 class RequestWriter:
@@ -92,6 +98,8 @@ class RequestWriter:
         self._prompt_index = prompt_index
         self._geometry = geometry
         self._started_s = time.monotonic()
+        self._tokenizer = tokenizer
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._first_token_s: float | None = None
         self._texts = [
             TextWriter(tokenizer, request.prompt_token_ids, request.params, index) for index in range(request.params.n)
@@ -106,6 +114,12 @@ class RequestWriter:
     def take(self, out: EngineOutput) -> bool:
         """Write what the engine gave; True when a stop string ended the text, and the engine should abort it."""
         writer = self._texts[out.choice]
+        if writer.output.finish_reason is not None:
+            return False  # a stop string ended it, in the same step in which the engine did
+        if out.prompt_logprobs is not None:
+            self._prompt_logprobs = [
+                None if entries is None else decoded(self._tokenizer, entries) for entries in out.prompt_logprobs
+            ]
         text = ""
         if out.token is not None:
             if self._first_token_s is None:
@@ -142,6 +156,7 @@ class RequestWriter:
                 size_bytes=blocks * self._geometry.block_bytes,
                 tokens=blocks * self._geometry.page_size,
             ),
+            prompt_logprobs=self._prompt_logprobs,
             first_token_s=self._first_token_s,
         )
 

@@ -7,9 +7,18 @@ Read `protocol` first, then `llama` (the own module of the Llama family), `load`
 `transformers_model` with `probe` (every other architecture).
 """
 
-from kvikk.models.load import LoadedModel, load_model
+from kvikk.models.load import LoadedModel, TextSide, load_model, load_text_side
 from kvikk.models.protocol import AttentionStep, CausalLM
 from kvikk.models.spec import ModelSpec
 from kvikk.models.toy import toy_model
 
-__all__ = ["AttentionStep", "CausalLM", "LoadedModel", "ModelSpec", "load_model", "toy_model"]
+__all__ = [
+    "AttentionStep",
+    "CausalLM",
+    "LoadedModel",
+    "ModelSpec",
+    "TextSide",
+    "load_model",
+    "load_text_side",
+    "toy_model",
+]

@@ -122,7 +122,7 @@ class LlamaModel:
         self._scale = config.head_dim**-0.5
 
     @torch.no_grad()
-    def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionStep, logits_at: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionStep, outputs_at: Tensor) -> Tensor:
         """See `CausalLM.forward`. Positions must be below the length that the model was loaded for."""
         weights, config = self.weights, self.config
         x = F.embedding(token_ids, weights.embedding)  # [tokens, hidden]
@@ -133,7 +133,7 @@ class LlamaModel:
         for index, layer in enumerate(weights.layers):
             attended = self._attend(index, layer, normed, rotary, step)
             if index == last:  # what follows acts on each token alone: go on with the wanted ones only
-                attended, x = attended.index_select(0, logits_at), x.index_select(0, logits_at)
+                attended, x = attended.index_select(0, outputs_at), x.index_select(0, outputs_at)
             if config.post_norm:
                 x = x + self._norm(layer.output(attended), layer.attention_norm)
                 x = x + self._norm(self._mlp(layer, x), layer.mlp_norm)
@@ -142,7 +142,12 @@ class LlamaModel:
                 following = weights.norm if index == last else weights.layers[index + 1].attention_norm
                 x, normed = self._add_norm(x, layer.output(attended), layer.mlp_norm)
                 x, normed = self._add_norm(x, self._mlp(layer, normed), following)
-        return weights.head(normed)
+        return normed
+
+    @torch.no_grad()
+    def head(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM.head`."""
+        return self.weights.head(hidden)
 
     def _attend(self, index: int, layer: LayerWeights, x: Tensor, rotary: Rotary, step: AttentionStep) -> Tensor:
         """Attention of one layer, between its projections: `[tokens, q_heads * head_dim]`."""

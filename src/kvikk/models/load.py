@@ -174,3 +174,33 @@ def _spec(plan: _Plan, *, shape: probe.Shape, vocabulary: int, digest: str) -> M
         rope=rope_text(plan.config),
         eos_token_ids=plan.eos_token_ids,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSide:
+    """What of a model deals with text: enough for a process that does not run it.
+
+    Args:
+        name: as the user gave it.
+        tokenizer: transformers' tokenizer, with the chat template if the model has one.
+        generation_defaults: the sampling settings that the model's authors recommend, by transformers' names.
+    """
+
+    name: str
+    tokenizer: Any
+    generation_defaults: Mapping[str, Any]
+
+
+def load_text_side(model: str | None, *, revision: str | None = None, tokenizer: str | None = None) -> TextSide:
+    """Load a model's tokenizer and defaults without its weights; the files are fetched or converted when needed.
+
+    Raises:
+        ModelError: not found, or the tokenizer cannot be read.
+    """
+    checkpoint = locate(model, revision)
+    with quiet_transformers():
+        return TextSide(
+            name=checkpoint.name,
+            tokenizer=read_tokenizer(checkpoint, tokenizer),
+            generation_defaults=generation_defaults(checkpoint),
+        )

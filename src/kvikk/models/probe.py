@@ -98,7 +98,7 @@ def _run(
     positions = torch.cat([torch.arange(at, at + len(row)) for at, row in zip(starts, rows, strict=True)])
     everything = torch.arange(len(tokens), device=tokens.device)
     try:
-        logits = model.forward(tokens, positions.to(tokens.device), step, everything)
+        logits = model.head(model.forward(tokens, positions.to(tokens.device), step, everything))
     except ModelError:
         raise
     except Exception as error:  # whatever its code raises when called as no test of transformers calls it

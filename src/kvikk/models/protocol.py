@@ -35,20 +35,31 @@ class AttentionStep(Protocol):
 
 
 class CausalLM(Protocol):
-    """A decoder-only model, ready to run."""
+    """A decoder-only model, ready to run: first `forward`, then `head` on as many of its outputs at once as fit."""
 
     spec: ModelSpec
 
-    def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionStep, logits_at: Tensor) -> Tensor:
-        """Run the tokens of one step, of any number of rows, flattened.
+    def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionStep, outputs_at: Tensor) -> Tensor:
+        """Run the tokens of one step, of any number of rows, flattened, up to the head.
 
         Args:
             token_ids: `[tokens]` int64.
             positions: `[tokens]` int64, each token's position in its own row.
             step: the attention of this step.
-            logits_at: `[outputs]` int64, indices into `tokens` whose logits are wanted.
+            outputs_at: `[outputs]` int64, indices into `tokens` whose hidden states are wanted.
 
         Returns:
-            `[outputs, vocabulary]` in the model's dtype.
+            `[outputs, hidden]` in the model's dtype, what `head` takes.
+        """
+        ...
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The logits of hidden states; each row's depend on that row alone.
+
+        Args:
+            hidden: `[outputs, hidden]`, any rows of what `forward` returned.
+
+        Returns:
+            `[outputs, vocabulary]`, with everything that the architecture does to its logits.
         """
         ...

@@ -7,7 +7,7 @@ with transformers' own attention at load.
 
 from __future__ import annotations
 
-import inspect
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,21 +106,85 @@ class TransformersModel:
         self.spec = spec
         self.module = module
         self.max_model_len = max_model_len
-        self._selects = "logits_to_keep" in inspect.signature(module.forward).parameters
+        self._backbone, self._head = split(module)
 
     @torch.no_grad()
-    def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionStep, logits_at: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionStep, outputs_at: Tensor) -> Tensor:
         """See `CausalLM.forward`."""
-        options: dict[str, Any] = {"logits_to_keep": logits_at} if self._selects else {}
-        logits: Tensor = self.module(
+        outputs = self._backbone(
             input_ids=token_ids[None],
             position_ids=positions[None],
             attention_mask=None,
             use_cache=False,
             step=Passage(step, self.max_model_len),
-            **options,
-        ).logits[0]
-        return logits if self._selects else logits.index_select(0, logits_at)
+        )
+        hidden: Tensor = outputs[0][0]
+        return hidden.index_select(0, outputs_at)
+
+    @torch.no_grad()
+    def head(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM.head`."""
+        logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits
+
+
+def split(module: Any) -> tuple[Any, Any]:
+    """A causal model as its backbone and its head.
+
+    The head is the module itself, sharing its weights, with a backbone that hands back the states it is given. So all
+    that the architecture does after its backbone is done: scaling of logits, soft caps, norms. Whether the two
+    together compute what the module does, `probe.check` finds out.
+
+    Raises:
+        ModelError: the module has no backbone of its own.
+    """
+    embeddings = module.get_input_embeddings()
+    name = next(
+        (name for name, child in module.named_children() if any(part is embeddings for part in child.modules())), None
+    )
+    if name is None or getattr(module, name) is embeddings:
+        raise ModelError("its backbone cannot be told from its head")
+    head = copy.copy(module)
+    head._modules = {**module._modules, name: _Given(getattr(module, name))}
+    return getattr(module, name), head
+
+
+class _Given(torch.nn.Module):
+    """Stands for a backbone in front of a head: its output is its input. In all else it is that backbone."""
+
+    def __init__(self, backbone: Any) -> None:
+        super().__init__()
+        self._stands_for = (backbone,)  # in a tuple, so that it is no submodule
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _States:
+        """The states, whatever else the head hands over."""
+        return _States((inputs_embeds,))
+
+    @property
+    def decoder(self) -> _Given:
+        """Some heads call their backbone's decoder."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_stands_for"][0], name)
+
+
+class _States(tuple[Tensor]):
+    """A backbone's output of which only the states are known; heads look at the rest only to pass it on."""
+
+    __slots__ = ()
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        """`[1, outputs, hidden]`."""
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 @contextmanager

@@ -157,6 +157,10 @@ class PrefixCache:
         """Blocks held by pins."""
         return len({block for blocks in self._pins.values() for block in blocks})
 
+    def pins(self) -> dict[str, int]:
+        """The blocks that each pin holds."""
+        return {name: len(blocks) for name, blocks in self._pins.items()}
+
     def pin(self, name: str, keys: Sequence[BlockKey]) -> int:
         """Keep these blocks, where they are cached now, until `unpin(name)`. Returns how many are held.
 

@@ -1,0 +1,26 @@
+"""Markdown out of values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; nothing when it has no rows."""
+    lines = [_row(cells) for cells in rows]
+    return "\n".join([_row(header), _row(["---"] * len(header)), *lines]) + "\n" if lines else ""
+
+
+def code(text: str) -> str:
+    """Text as code, or nothing."""
+    return f"`{text}`" if text else ""
+
+
+def value(given: object) -> str:
+    """A value as it stands in JSON or TOML; a dash for None."""
+    return "-" if given is None else code(json.dumps(given, ensure_ascii=False))
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"

@@ -1,0 +1,103 @@
+"""`kvikk bench latency | throughput | serve`: speed, under vLLM's names for flags and figures."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from kvikk.bench.latency import BenchLatencyConfig, bench_latency
+from kvikk.bench.metrics import Goodput
+from kvikk.bench.results import Reference, write
+from kvikk.bench.serve import BenchServeConfig, bench_serve
+from kvikk.bench.target import parse_headers
+from kvikk.bench.throughput import BenchThroughputConfig, bench_throughput
+from kvikk.cli.arguments import add_config_arguments, add_logging_argument, resolve
+from kvikk.configuration import build, given, options_of
+from kvikk.engine import EngineConfig
+from kvikk.llm import LLM
+
+log = logging.getLogger(__name__)
+
+BENCHMARKS = {
+    "latency": "how long one batch takes, in this process",
+    "throughput": "how many requests and tokens a second, in this process",
+    "serve": "a load on a server of OpenAI's API, this or any other",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be typed after the command."""
+    subparsers = parser.add_subparsers(dest="benchmark", required=True, metavar="benchmark")
+    parsers = {
+        name: subparsers.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
+        for name, purpose in BENCHMARKS.items()
+    }
+    add_config_arguments(parsers["latency"], BenchLatencyConfig)
+    add_config_arguments(parsers["throughput"], BenchThroughputConfig)
+    serve = parsers["serve"]
+    lists = serve.add_argument_group("lists", "flags that take several values")
+    lists.add_argument(
+        "--goodput", nargs="+", default=[], metavar="METRIC:MS", help="what a good request keeps to: ttft, tpot, e2el"
+    )
+    lists.add_argument(
+        "--header", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help="headers of each request"
+    )
+    add_config_arguments(serve, BenchServeConfig)
+    for each in parsers.values():
+        add_logging_argument(each)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Run the command."""
+    return {"latency": _latency, "throughput": _throughput, "serve": _serve}[parsed.benchmark](parsed)
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    config = build(BenchServeConfig, given(resolve(parsed, BenchServeConfig)))
+    goodput = Goodput.parse(parsed.goodput) if parsed.goodput else None
+    result = bench_serve(config, goodput=goodput, headers=parse_headers(parsed.header))
+    _show(result.lines())
+    for warning in result.warnings():
+        log.warning("%s", warning)
+    if config.report.save_result:
+        log.info("wrote %s", result.save(datetime.now()))
+    return int(result.summary.completed == 0)
+
+
+def _latency(parsed: argparse.Namespace) -> int:
+    options = given(resolve(parsed, BenchLatencyConfig))
+    options.setdefault("enable_prefix_caching", False)  # it would leave nothing to compute after the first run
+    config = build(BenchLatencyConfig, options)
+    llm = _engine(options)
+    result = bench_latency(llm, config.latency, seed=config.engine.seed)
+    _show(result.lines())
+    if config.latency.output_json is not None:
+        write(Path(config.latency.output_json), result.as_json(llm.loaded.model.spec.name))
+    return 0
+
+
+def _throughput(parsed: argparse.Namespace) -> int:
+    options = given(resolve(parsed, BenchThroughputConfig))
+    config = build(BenchThroughputConfig, options)
+    compare = config.throughput.compare
+    reference = None if compare is None else Reference.read(Path(compare))
+    result = bench_throughput(_engine(options), config, reference=reference)
+    _show(result.lines())
+    if config.throughput.output_json is not None:
+        write(Path(config.throughput.output_json), result.as_json())
+    return int(any(result.errors))
+
+
+def _engine(options: Mapping[str, Any]) -> LLM:
+    """The engine that a benchmark's options describe."""
+    names = options_of(EngineConfig)
+    return LLM(**{name: value for name, value in options.items() if name in names})
+
+
+def _show(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line)

@@ -1,0 +1,74 @@
+"""A step: what its rows ask for, and what they get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvikk.attention.plan import QueryRun
+from kvikk.engine.logprobs import Logprob
+from kvikk.engine.request import Row
+from kvikk.engine.sampler import SampledToken
+from kvikk.types import BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """A row's part of a step.
+
+    Args:
+        row: the row.
+        runs: what it computes.
+        samples: how many tokens are sampled after them; 0: none.
+        scores: positions of the prompt among them of which the log-probability of the next token is wanted.
+    """
+
+    row: Row
+    runs: list[QueryRun]
+    samples: int
+    scores: range
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step: block copies first, then all rows' runs."""
+
+    rows: list[ScheduledRow] = field(default_factory=list)
+    copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
+    tokens: int = 0
+    preempted: int = 0
+
+    def add(self, row: Row, budget: int) -> None:
+        """Let a row compute up to `budget` tokens; it samples when nothing is missing then."""
+        runs = row.take(budget)
+        self.tokens += sum(run.length for run in runs)
+        scores = row.request.unscored(runs[-1].stop)
+        self.rows.append(ScheduledRow(row, runs, 0 if row.segments else row.unforked, scores))
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a step gave one row.
+
+    Args:
+        tokens: as many as its `samples`; none, where its logits were not finite or its grammar allowed no token.
+        prompt_logprobs: of the tokens that follow its `scores`.
+    """
+
+    tokens: list[SampledToken]
+    prompt_logprobs: list[tuple[Logprob, ...]] = field(default_factory=list)
+
+
+class Runner(Protocol):
+    """Computes a step: the model and its memory, or a simulation of them."""
+
+    def execute(self, plan: StepPlan) -> list[RowResult]:
+        """Copy blocks, compute all runs, sample.
+
+        Returns:
+            What each row of the plan asked for, in order.
+
+        Raises:
+            Exception: the step failed as a whole; nothing of it counts.
+        """
+        ...

@@ -1,0 +1,190 @@
+"""One request in flight: from the engine's tokens to pieces of its texts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvikk.engine import FinishReason, SamplingParams
+from kvikk.llm import Logprob
+from kvikk.llm.writer import TextWriter, decoded
+from kvikk.server.client import Submitted
+from kvikk.server.errors import Draining, EngineError, RequestTimeout
+from kvikk.server.messages import Start, TokenOutput
+from kvikk.server.metrics import AbortCause, Timeline
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is new of one text.
+
+    Args:
+        index: which text.
+        text: new text; the pieces of a text joined are the text.
+        token_ids: the tokens that came with it.
+        logprobs: of these tokens, where asked for.
+        finish_reason: set with the text's last piece.
+        stop_reason: the stop string or token that ended it, if one did.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class _Text:
+    """One text: its writer, and how much of it has been given out."""
+
+    def __init__(self, writer: TextWriter) -> None:
+        self.writer = writer
+        self.output = writer.output
+        self.has_ended = False
+        self._given = 0
+
+    def take(self, out: TokenOutput) -> Piece | None:
+        """Write a token or an end; a piece when there is text to show, or the end."""
+        text = ""
+        reason = None if out.finish_reason is None else FinishReason(out.finish_reason)
+        if out.token is not None:
+            text = self.writer.push(out.token, ends_text=reason is FinishReason.STOP)
+        if self.writer.has_matched:
+            reason = FinishReason.STOP
+        if reason is not None:
+            text += self.writer.finish(reason, out.stop_token_id)
+            self.has_ended = True
+        elif not text:
+            return None
+        start, self._given = self._given, len(self.output.token_ids)
+        return Piece(
+            index=self.output.index,
+            text=text,
+            token_ids=self.output.token_ids[start:],
+            logprobs=[] if self.output.logprobs is None else self.output.logprobs[start:],
+            finish_reason=self.output.finish_reason,
+            stop_reason=self.output.stop_reason,
+        )
+
+
+class Generation:
+    """The texts of one prompt, as they come: an asynchronous iterator over lists of pieces.
+
+    `close` it in any case: that aborts what is unfinished.
+
+    Args:
+        submitted: the request, taken by the engine.
+        prompt_token_ids: what was sent.
+        params: what was sent.
+        tokenizer: of the model.
+        timeline: told of tokens as they come.
+        timeout_s: from now on, until the request is given up.
+    """
+
+    def __init__(
+        self,
+        submitted: Submitted,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        tokenizer: PreTrainedTokenizerBase,
+        timeline: Timeline,
+        timeout_s: float,
+    ) -> None:
+        self.prompt_token_ids = list(prompt_token_ids)
+        self.start: Start | None = None
+        self._tokenizer = tokenizer
+        self._submitted = submitted
+        self._timeline = timeline
+        self._timeout_s = timeout_s
+        self._deadline_s = asyncio.get_running_loop().time() + timeout_s
+        self._texts = [_Text(TextWriter(tokenizer, self.prompt_token_ids, params, index)) for index in range(params.n)]
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, once the first token is there."""
+        return 0 if self.start is None else self.start.cached_tokens
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """For each token of the prompt, where asked for; there with the first piece."""
+        if self.start is None or self.start.prompt_logprobs is None:
+            return None
+        return [
+            None if entries is None else decoded(self._tokenizer, entries) for entries in self.start.prompt_logprobs
+        ]
+
+    def decode(self, token_id: int) -> str:
+        """A token's own text."""
+        return str(self._tokenizer.decode([token_id]))
+
+    @property
+    def completion_tokens(self) -> int:
+        """So far, in all texts; up to the token that completed a stop string."""
+        return sum(len(text.output.token_ids) for text in self._texts)
+
+    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        while True:
+            try:
+                async with asyncio.timeout_at(self._deadline_s):
+                    batch = await anext(self._submitted, None)
+            except TimeoutError:
+                self.close(AbortCause.TIMEOUT)
+                raise RequestTimeout(
+                    f"the request was not done after {self._timeout_s:g} s, the limit of --request-timeout-s: ask for "
+                    "fewer tokens, or raise it"
+                ) from None
+            except Draining:
+                self.close(AbortCause.STOPPING)
+                raise
+            if batch is None:
+                return
+            pieces = self._take(batch)
+            if pieces:
+                yield pieces
+
+    def end(self, index: int) -> Piece:
+        """End one text where it stands, as if it had stopped there; its last piece."""
+        text = self._texts[index]
+        text.has_ended = True
+        text.output.finish_reason = str(FinishReason.STOP)
+        self._timeline.finish(time.monotonic(), FinishReason.STOP, index)
+        self._submitted.abort(index)
+        return Piece(index, finish_reason=text.output.finish_reason)
+
+    def close(self, cause: AbortCause = AbortCause.CLIENT_GONE) -> None:
+        """Abort what is unfinished, for this cause."""
+        self._submitted.close()
+        self._timeline.abort(time.monotonic(), cause)
+
+    def _take(self, batch: list[TokenOutput]) -> list[Piece]:
+        now_s = time.monotonic()
+        pieces = []
+        for out in batch:
+            if out.start is not None:
+                self.start = out.start
+            if out.start is not None and out.token is not None:
+                self._timeline.prefilled(now_s, queued_s=out.start.queued_s, cached_tokens=out.start.cached_tokens)
+            if out.failure is not None:
+                self._timeline.finish(now_s, FinishReason.ERROR, out.choice)
+                raise EngineError(out.failure)
+            text = self._texts[out.choice]
+            if text.has_ended:  # it came after a stop string, before the engine knew
+                continue
+            if out.token is not None:
+                self._timeline.token(now_s, out.choice)
+            piece = text.take(out)
+            if piece is None:
+                continue
+            pieces.append(piece)
+            if piece.finish_reason is not None:
+                self._timeline.finish(now_s, piece.finish_reason, out.choice)
+                if out.finish_reason is None:
+                    self._submitted.abort(out.choice)
+        return pieces
