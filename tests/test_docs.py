@@ -54,11 +54,15 @@ def test_the_python_of_a_page_runs(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = re.findall(r"^kvikk (generate .*|doctor)$", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    text = (ROOT / page).read_text(encoding="utf-8")
+    lines = re.findall(r"^kvikk ((?:serve|generate|models|config|doctor)\b.*)$", text, flags=re.MULTILINE)
     assert lines
     for line in lines:
-        extra = ["--kv-memory", "64MiB", "--max-model-len", "1024"] if line.startswith("generate") else []
-        assert main([*shlex.split(line), *extra]) == 0
+        command, *arguments = shlex.split(line, comments=True)
+        if command == "generate":
+            arguments += ["--kv-memory", "64MiB", "--max-model-len", "1024"]
+        typed = ["config", "serve"] if command == "serve" else [command]  # a server's options are looked at only
+        assert main([*typed, *arguments]) == 0
         assert capsys.readouterr().out
 
 

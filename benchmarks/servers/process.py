@@ -147,4 +147,4 @@ def _name(process: psutil.Process) -> str:
     words = [Path(word).name if word.startswith("/") else word for word in process.cmdline()]
     if "-c" in words:
         return " ".join(words[words.index("-c") + 1].split()[:2])  # `from multiprocessing.spawn`
-    return " ".join(words[:4]) or str(process.name())
+    return " ".join(words[:4]).strip() or str(process.name())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from docs.generate.markdown import code, table
+from docs.generate.markdown import code, sentence, table
 
 from kvikk.cli.commands import COMMANDS
 from kvikk.cli.main import build_parser
@@ -26,7 +26,7 @@ def page() -> str:
     """The whole page."""
     parts = [INTRODUCTION, table(["command", ""], [(code(f"kvikk {name}"), text) for name, text in COMMANDS.items()])]
     for parser in every_parser():
-        parts.append(f"## {parser.prog}\n\n{(parser.description or '').capitalize()}.\n")
+        parts.append(f"## {parser.prog}\n\n{sentence(parser.description or '')}.\n")
         shared = next((tree for tree in (ServeConfig, EngineConfig) if takes(parser, set(options_of(tree)))), None)
         parts += _groups(parser, set() if shared is None else set(options_of(shared)))
         if shared is not None:
@@ -56,8 +56,8 @@ def _groups(parser: argparse.ArgumentParser, without: set[str]) -> Iterator[str]
             if action.dest not in without and not isinstance(action, argparse._SubParsersAction | argparse._HelpAction)
         ]
         if rows:
-            yield f"{(group.description or group.title or '').rstrip('.').capitalize()}:\n"
-            yield table(["", ""], rows)
+            yield f"{sentence(group.description or group.title or '')}:\n"
+            yield table(["argument", ""], rows)
 
 
 def _written(action: argparse.Action) -> str:

@@ -48,9 +48,14 @@ def page() -> str:
 
 def _tree(root: type[KvikkError]) -> Iterator[type[KvikkError]]:
     yield root
-    for error in root.__subclasses__():
+    for error in sorted(root.__subclasses__(), key=_place):
         if error.__module__.startswith("kvikk."):
             yield from _tree(error)
+
+
+def _place(error: type) -> tuple[bool, str, int]:
+    """Where a class is defined, those of `kvikk.errors` first: whatever was imported first, the order is the same."""
+    return error.__module__ != "kvikk.errors", error.__module__, inspect.getsourcelines(error)[1]
 
 
 def _when(error: type[KvikkError]) -> str:

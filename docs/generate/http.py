@@ -32,7 +32,7 @@ def page() -> str:
     """The whole page."""
     description = _openapi()
     schemas: dict[str, Schema] = description["components"]["schemas"]
-    parts = [INTRODUCTION, "## Endpoints\n", table(["", "", ""], _endpoints(description))]
+    parts = [INTRODUCTION, "## Endpoints\n", table(["endpoint", "", "body"], _endpoints(description))]
     names = [name for _, _, name in _operations(description) if name]
     for name in names:  # grows by what the bodies hold
         parts += _body(name, schemas[name])

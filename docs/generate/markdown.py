@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Iterable, Sequence
 
@@ -12,9 +13,20 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([_row(header), _row(["---"] * len(header)), *lines]) + "\n" if lines else ""
 
 
+BAR = "&#124;"
+"""A bar that ends no cell: renderers disagree on one within backticks."""
+
+
 def code(text: str) -> str:
     """Text as code, or nothing."""
+    if "|" in text:
+        return f"<code>{html.escape(text, quote=False).replace('|', BAR)}</code>"
     return f"`{text}`" if text else ""
+
+
+def sentence(text: str) -> str:
+    """Text with a capital at its start and nothing at its end."""
+    return text[:1].upper() + text[1:].rstrip(".")
 
 
 def value(given: object) -> str:
@@ -23,4 +35,4 @@ def value(given: object) -> str:
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+    return "| " + " | ".join(cell.replace("|", BAR).replace("\n", " ") for cell in cells) + " |"

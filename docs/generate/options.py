@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from docs.generate.commands import every_parser, takes
-from docs.generate.markdown import code, table, value
+from docs.generate.markdown import code, sentence, table, value
 
 from kvikk.cli.arguments import summary, title
 from kvikk.configuration import Option, options_of
@@ -41,7 +41,7 @@ def page() -> str:
     for owner, group in groupby(options_of(ServeConfig).values(), key=lambda option: option.owner):
         options = list(group)
         takers = [code(parser.prog) for parser in parsers if takes(parser, {option.name for option in options})]
-        parts.append(f"## {title(owner).capitalize()}\n\n{summary(owner)} Of {', '.join(takers)}.\n")
+        parts.append(f"## {sentence(title(owner))}\n\n{summary(owner)} Of {', '.join(takers)}.\n")
         parts.append(table(["flag", "variable", "default", ""], map(_row, options)))
     return "\n".join([*parts, OTHER_VARIABLES])
 

@@ -70,6 +70,9 @@ def test_usage_is_taken_wherever_it_comes_and_cached_tokens_with_it() -> None:
         ([{"object": "error", "message": "too long"}], "broke off: too long"),
         (["{half"], "an event is no JSON: {half"),
         (["[1]"], "no JSON object: [1]"),
+        ([{"choices": [5]}], "not OpenAI's form"),
+        ([text(5)], "not OpenAI's form"),  # type: ignore[arg-type]
+        ([{"choices": [], "usage": "much"}], "not OpenAI's form"),
     ],
 )
 def test_a_stream_that_does_not_come_to_its_end_is_broken(chunks: list[Any], said: str) -> None:

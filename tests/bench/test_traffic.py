@@ -76,8 +76,8 @@ def test_no_more_requests_are_underway_than_allowed_and_answers_keep_their_order
 def test_the_time_of_a_request_begins_when_it_is_sent_and_its_wait_is_kept() -> None:
     answers, _ = load([0.0, 0.0, 0.0], 1)
     waits = [answer.sent_s - answer.due_s for answer in answers]
-    assert waits[2] >= waits[1] + 0.01 >= waits[0] + 0.02
-    assert min(answer.e2el_s for answer in answers) >= 0.01
+    assert waits[2] >= waits[1] + 0.009 >= waits[0] + 0.018
+    assert min(answer.e2el_s for answer in answers) >= 0.009
 
 
 def test_no_request_is_sent_before_its_turn() -> None:

@@ -106,3 +106,9 @@ def test_a_request_has_queued_until_it_was_first_scheduled() -> None:
         world.clock.now += 1.0
         world.engine.step()
     assert third.queued_s == started
+
+
+def test_stop_tokens_come_before_min_tokens_where_a_grammar_allows_nothing_else() -> None:
+    everything = range(VOCABULARY)
+    _, text = ended("end token", stop_token_ids=everything, min_tokens=4)
+    assert len(text) == 4

@@ -58,7 +58,7 @@ def test_an_engine_that_is_killed_in_mid_stream_gives_every_client_an_error_and_
 def test_sigterm_lets_what_runs_finish_and_then_ends_both_processes(tmp_path: Path) -> None:
     with serving(tmp_path, "smollm2", *SMALL) as running:
         engine = running.engine
-        chunks = running.client().completions.create(model="smollm2", stream=True, **(LONG | {"max_tokens": 60}))
+        chunks = running.client().completions.create(model="smollm2", stream=True, **(LONG | {"max_tokens": 20}))
         next(chunks)
         running.process.send_signal(signal.SIGTERM)
         rest = list(chunks)

@@ -117,10 +117,13 @@ class AnswerReader:
             raise BrokenStream(f"an event is no JSON object: {_shortened(event.data)}")
         if chunk.get("error") or chunk.get("object") == "error" or event.type == "error":
             raise BrokenStream(f"the stream broke off: {error_text(chunk)}")
-        for choice in chunk.get("choices") or ():
-            self._take_choice(choice, now_s)
-        if chunk.get("usage"):
-            self.usage = _usage(chunk["usage"])
+        try:
+            for choice in chunk.get("choices") or ():
+                self._take_choice(choice, now_s)
+            if chunk.get("usage"):
+                self.usage = _usage(chunk["usage"])
+        except (AttributeError, TypeError):
+            raise BrokenStream(f"a chunk has not OpenAI's form: {_shortened(event.data)}") from None
 
     def _take_choice(self, choice: dict[str, Any], now_s: float) -> None:
         piece = _text_of(choice)
@@ -161,11 +164,9 @@ def error_text(body: Any) -> str:
 
 
 def _text_of(choice: dict[str, Any]) -> str:
-    if "text" in choice:
-        return choice["text"] or ""
     delta = choice.get("delta") or {}
     calls = [call.get("function") or {} for call in delta.get("tool_calls") or ()]
-    parts = [delta.get("reasoning_content") or delta.get("reasoning"), delta.get("content")]
+    parts = [choice.get("text"), delta.get("reasoning_content") or delta.get("reasoning"), delta.get("content")]
     parts += [part for call in calls for part in (call.get("name"), call.get("arguments"))]
     return "".join(part for part in parts if part)
 

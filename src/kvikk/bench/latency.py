@@ -20,7 +20,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyConfig:
-    """The batch, and how often it is run.
+    """The batch, and how often it is run; without prefix caching unless it is asked for.
 
     Args:
         input_len: tokens of each prompt.

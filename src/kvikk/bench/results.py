@@ -94,13 +94,15 @@ class Reference:
             result = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"--compare {path} cannot be read as JSON: {error}") from None
-        wanted = {"prompts_fingerprint", "generated_texts", "errors"}
-        if not isinstance(result, dict) or not wanted <= result.keys():
-            raise ConfigError(f"--compare {path} is no detailed result: make it with --save-result --save-detailed")
-        texts = [
-            None if error else text for text, error in zip(result["generated_texts"], result["errors"], strict=True)
-        ]
-        return cls(path=path, fingerprint=result["prompts_fingerprint"], texts=texts)
+        try:
+            pairs = zip(result["generated_texts"], result["errors"], strict=True)
+            texts = [None if error else str(text) for text, error in pairs]
+            return cls(path=path, fingerprint=result["prompts_fingerprint"], texts=texts)
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(
+                f"--compare {path} is no detailed result: make it with --save-result --save-detailed, or with "
+                "--output-json of throughput"
+            ) from None
 
     def match(self, texts: Sequence[str | None], tokenizer: Any) -> TextMatch:
         """How far texts are these."""

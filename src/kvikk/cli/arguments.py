@@ -10,7 +10,6 @@ from typing import Any
 
 from kvikk import configuration
 from kvikk.configuration import Option, Setting, options_of
-from kvikk.engine.config import EngineConfig
 from kvikk.engine.sampling_params import SamplingParams
 from kvikk.errors import ConfigError, InvalidRequest
 from kvikk.grammar import StructuredOutputsParams
@@ -27,11 +26,6 @@ _NUMBERS: dict[type[int] | type[float], tuple[str, ...]] = {
 def add_logging_argument(parser: argparse.ArgumentParser) -> None:
     """`--log-level`."""
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="what is told on stderr (%(default)s)")
-
-
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """All engine options, and `--config`."""
-    add_config_arguments(parser, EngineConfig)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, config: type) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
-from types import FrameType
 
 import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 DEATH_NOTICE_S = 2.0
 """How long a server whose engine died still answers 503 before it ends."""
 KEEP_ALIVE_S = 75
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LAST_ANSWERS_S = 2
 """For the answers to requests that were not done in time when the server went down."""
 
@@ -80,17 +83,28 @@ async def _serve(config: ServeConfig, keys: Keys, template: str | None, listener
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which drains the service before it ends."""
+    """uvicorn's, which drains the service before it ends, and then ends as any program that was asked to: with 0."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
-        self._loop = asyncio.get_running_loop()
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: drain, then end; a second Ctrl-C does not wait."""
-        self._loop.call_soon_threadsafe(self._service.drain)
-        super().handle_exit(sig, frame)
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Within, SIGTERM and SIGINT drain; a second SIGINT does not wait. uvicorn's own would raise them again."""
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self.force_exit = self.should_exit and number == signal.SIGINT
+        self.should_exit = True
+        self._service.drain()
 
 
 async def _end_after_death(client: EngineClient, server: Server) -> None:
