@@ -77,7 +77,7 @@ def test_tokens_are_the_servers_where_it_counts(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert figure(out, "Successful requests:") == "6"
     assert (figure(out, "Total input tokens:"), figure(out, "Total generated tokens:")) == ("42", "30")
-    assert figure(out, "Requests whose tokens the server counted:") == "6 of 6"
+    assert figure(out, "Requests counted by the server:") == "6 of 6"
     assert figure(out, "Tokens per chunk:") == "1.00"
     assert figure(out, "Answers not of the length asked for:") == "0"
     assert "Cached" not in out
@@ -90,7 +90,7 @@ def test_tokens_are_the_tokenizers_where_the_server_does_not_count(
         bench(server)
     out = capsys.readouterr().out
     assert (figure(out, "Total input tokens:"), figure(out, "Total generated tokens:")) == ("54", "18")
-    assert figure(out, "Requests whose tokens the server counted:") == "0 of 6"
+    assert figure(out, "Requests counted by the server:") == "0 of 6"
     assert figure(out, "Tokens per chunk:") == "1.50"
     assert figure(out, "Answers not of the length asked for:") == "6"
 

@@ -169,10 +169,10 @@ def test_an_answer_with_a_form_leaves_room_for_calls(walker: Walker, form: ToolF
     assert constraint(ToolUse.read(TOOLS, "none"), form, answer) is answer
 
 
-def test_an_answer_whose_form_leaves_no_room_for_calls_is_refused(form: ToolForm) -> None:
-    with pytest.raises(InvalidRequest, match="regex") as caught:
-        constraint(ToolUse.read(TOOLS), form, StructuredOutputsParams(regex="[a-z]+"))
-    assert caught.value.param == "tool_choice"
+def test_a_form_of_the_whole_text_is_the_clients_own_affair(form: ToolForm) -> None:
+    answer = StructuredOutputsParams(regex="[a-z]+")
+    assert constraint(ToolUse.read(TOOLS), form, answer) is answer
+    assert constraint(ToolUse.read(TOOLS, "required"), form, answer) is not answer, "there is no answer but calls"
 
 
 def test_the_tool_whose_schema_cannot_be_followed_is_named(form: ToolForm) -> None:
@@ -181,6 +181,9 @@ def test_the_tool_whose_schema_cannot_be_followed_is_named(form: ToolForm) -> No
     with pytest.raises(InvalidRequest, match="not") as caught:
         constraint(ToolUse.read(tools, "required"), form)
     assert caught.value.param == "tools[2].function.parameters"
+    with pytest.raises(InvalidRequest, match="not") as caught:
+        constraint(ToolUse.read(TOOLS), form, StructuredOutputsParams(json=odd))
+    assert caught.value.param == "structured_outputs", "the answer's own form is at fault"
     assert constraint(ToolUse.read(tools), form) is not None, "it is not strict: where the model is free, so is it"
     many = [
         {"type": "function", "function": {"name": f"t{i}", "parameters": {"properties": {"a": {"const": "x" * 999}}}}}

@@ -31,4 +31,4 @@ def test_every_command_listed_is_there(name: str) -> None:
     assert callable(module.add_arguments)
     assert callable(module.run)
     assert module.__doc__
-    assert module.__doc__.startswith(f"`kvikk {name}`")
+    assert module.__doc__.startswith(f"`kvikk {name}")

@@ -69,7 +69,7 @@ def measurement_lines(summary: Summary, client: ClientLoad, other_lengths: int |
     """What one should know to trust the figures."""
     yield _heading("Measurement", "-")
     counted = summary.completed - summary.client_counted
-    yield _line("Requests whose tokens the server counted:", f"{counted} of {summary.completed}")
+    yield _line("Requests counted by the server:", f"{counted} of {summary.completed}")
     yield _line("Tokens per chunk:", summary.output_tokens / max(summary.chunks, 1))
     if other_lengths is not None:
         yield _line("Answers not of the length asked for:", other_lengths)

@@ -29,7 +29,8 @@ def constraint(
 
     - The model must call: one call, or several.
     - It may, and a tool is strict: any text, but a call that has begun is written to its end.
-    - It may, and the answer has a form: calls, or that answer.
+    - It may, and the answer has a form of JSON: calls, or that answer.
+    - It may, and the answer is a choice, regex or grammar: that, which then says where calls may be, if anywhere.
 
     Arguments follow their tool's schema where the model must call or the tool is strict; else they are any object.
 
@@ -39,20 +40,21 @@ def constraint(
         answer: the form that the request wants of the text.
 
     Raises:
-        InvalidRequest: a schema cannot be followed, or they are too long together; or tools may be called and `answer`
-            is no form of JSON.
+        InvalidRequest: a schema cannot be followed, or they are too long together.
     """
     if use.mode == "none":
         return answer
     if use.mode == "auto" and answer is None and not any(tool.strict for tool in use.tools):
         return None
+    if use.mode == "auto" and answer is not None and answer.kind not in ("json", "json_object"):
+        return answer
     rules = _rules(use, form, answer)
     lines = ["%llguidance {}", *(f"{name}: {body}" for name, body in rules.items())]
     try:
         made = StructuredOutputsParams(grammar="\n".join(lines))
         validate(made)
     except InvalidRequest as error:
-        _check_each(use)
+        _check_each(use, answer)
         raise InvalidRequest(f"the tools cannot be held to their schemas: {error}", param="tools") from error
     return made
 
@@ -70,12 +72,6 @@ def _rules(use: ToolUse, form: ToolForm, answer: StructuredOutputsParams | None)
     if use.mode == "required":
         return rules
     if answer is not None:
-        if answer.kind not in ("json", "json_object"):
-            raise InvalidRequest(
-                f"{answer.kind} shapes the whole text and leaves no room for calls: use a JSON schema, or tool_choice "
-                "'none'",
-                param="tool_choice",
-            )
         schema = json.loads(answer.schema_text) | {"x-guidance": JSON_OPTIONS}
         return rules | {"start": "calls | answer", "answer": f"%json {json.dumps(schema)}"}
     if form.marker in form.tokens:  # a text holds no tokens of this kind, so it ends there by itself
@@ -129,8 +125,10 @@ def _literal(text: str, form: ToolForm) -> str:
     return " ".join(part if part in form.tokens else json.dumps(part) for part in parts if part)
 
 
-def _check_each(use: ToolUse) -> None:
-    """Raises InvalidRequest for the first tool whose own schema is at fault."""
+def _check_each(use: ToolUse, answer: StructuredOutputsParams | None) -> None:
+    """Raises InvalidRequest for the answer's form, or for the first tool, whose own schema is at fault."""
+    if answer is not None and use.mode == "auto":
+        validate(answer)
     for index, tool in enumerate(use.tools):
         if tool in use.callable_tools and (use.mode == "required" or tool.strict):
             try:
