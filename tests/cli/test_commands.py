@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,37 @@ def test_generate_n_prints_all_texts_and_one_seed_repeats_them(capsys: pytest.Ca
     texts = [choice["text"] for choice in first["choices"]]
     assert len(set(texts)) == 3
     assert first["choices"] == again["choices"]
+
+
+def test_generate_with_a_schema_from_a_file_prints_json_that_it_describes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}}, "required": ["name"]}
+    (tmp_path / "schema.json").write_text(json.dumps(schema | {"additionalProperties": False}))
+    out = printed(capsys, "generate", "A person:", "--json-schema", str(tmp_path / "schema.json"), *SMALL)
+    assert json.loads(out).keys() == {"name"}
+
+
+def test_generate_takes_all_sampling_flags_and_prints_the_prompts_logprobs(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--min-p", "0.1", "--presence-penalty", "0.5", "--frequency-penalty", "0.5", "--repetition-penalty", "1.1"]
+    flags += [
+        "--logit-bias",
+        "5=-3",
+        "--logit-bias",
+        "7=1.5",
+        "--prompt-logprobs",
+        "1",
+        "--choice",
+        "a",
+        "--choice",
+        "b",
+    ]
+    found = json.loads(printed(capsys, "generate", "Pick a letter:", "--json", *flags, *SMALL))
+    assert found["text"] in "ab"
+    assert found["finish_reason"] == "stop"
+    assert found["prompt_logprobs"][0] is None
+    assert len(found["prompt_logprobs"]) == found["usage"]["prompt_tokens"]
+    assert all(1 <= len(entries) <= 2 for entries in found["prompt_logprobs"][1:])
 
 
 def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:

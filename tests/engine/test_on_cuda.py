@@ -7,6 +7,8 @@ import random
 import pytest
 import torch
 
+from engine.fake_grammar import FakeCompiler
+from engine.test_toy_model import EVERYTHING
 from kvikk.attention import attention_backend
 from kvikk.engine import Engine, EngineConfig, EngineLimits, SamplingParams
 from kvikk.engine.runner import ModelRunner
@@ -27,6 +29,7 @@ def texts(device: torch.device, jobs: list[tuple[list[int], SamplingParams]]) ->
         KeySpace(model="toy", rope="", kv_format="f32", page_size=16, numerics="fast"),
         100,
         ModelRunner(model, store, attention_backend("auto", store)),
+        grammars=FakeCompiler(256, frozenset()),  # type: ignore[arg-type]
     )
     for _ in range(2):  # cold, then over the prefix cache
         requests = [engine.add(prompt, params) for prompt, params in jobs]
@@ -40,8 +43,9 @@ def texts(device: torch.device, jobs: list[tuple[list[int], SamplingParams]]) ->
 def test_the_gpu_writes_the_texts_of_the_cpu() -> None:
     rng = random.Random(4)
     jobs = []
-    for index in range(9):
-        options = [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}, {"n": 3, "top_k": 30}][index % 3]
+    mixed = [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}, {"n": 3, "top_k": 30}, EVERYTHING]
+    for index in range(12):
+        options = mixed[index % 4]
         params = SamplingParams.from_dict({**options, "max_tokens": 20, "seed": index})
         jobs.append(([rng.randrange(256) for _ in range(rng.randrange(1, 120))], params))
     assert texts(torch.device("cuda"), jobs) == texts(torch.device("cpu"), jobs)

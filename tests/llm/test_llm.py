@@ -286,7 +286,7 @@ def test_bad_messages_are_refused(llm: LLM, messages: object) -> None:
 def test_bad_options_are_refused_before_anything_is_loaded(
     options: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvikk.llm.llm.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("kvikk.engine.build.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises(ConfigError, match=message):
         LLM(**options)
 

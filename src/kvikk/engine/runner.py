@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kvikk.attention import AttentionBackend
 from kvikk.engine.logprobs import ROWS_AT_ONCE, Logprob, token_logprobs
+from kvikk.engine.padding import padded_size, spare_run
 from kvikk.engine.sampler import SampledToken, SamplingTask, sample
 from kvikk.engine.step import RowResult, ScheduledRow, StepPlan
 from kvikk.memory import KVStore
@@ -33,43 +37,46 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> list[RowResult]:
         """See `engine.step.Runner`."""
         self.store.copy_blocks(plan.copies)
+        batch = _flatten(plan.rows)
         runs = [run for scheduled in plan.rows for run in scheduled.runs]
-        token_ids: list[int] = []
-        positions: list[int] = []
-        sampled_at: list[int] = []
-        scored_at: list[int] = []
-        for scheduled in plan.rows:
-            for run in scheduled.runs:
-                shift = len(token_ids) - run.start
-                token_ids.extend(scheduled.row.tokens[run.start : run.stop])
-                positions.extend(range(run.start, run.stop))
-                scored = range(max(run.start, scheduled.scores.start), min(run.stop, scheduled.scores.stop))
-                scored_at.extend(position + shift for position in scored)
-            if scheduled.samples:
-                sampled_at.append(len(token_ids) - 1)
+        if spare := self._spare(len(batch.token_ids)):
+            runs.append(spare_run(spare, self.store.geometry.page_size))
+        wanted_at = batch.sampled_at + batch.scored_at
         device = self.store.device
         hidden = self.model.forward(
-            torch.tensor(token_ids, device=device),
-            torch.tensor(positions, device=device),
+            torch.tensor(batch.token_ids + [0] * spare, device=device),
+            torch.tensor(batch.positions + [0] * spare, device=device),
             self.backend.begin(self.backend.plan(runs)),
-            torch.tensor(sampled_at + scored_at, dtype=torch.int64, device=device),
+            torch.tensor(wanted_at + [0] * self._spare(len(wanted_at)), dtype=torch.int64, device=device),
         )
-        sampled = iter(self._sample(plan.rows, hidden[: len(sampled_at)]) if sampled_at else [])
-        scores = iter(self._score(plan.rows, hidden[len(sampled_at) :]))
+        samples = len(batch.sampled_at)
+        sampled = iter(self._sample(plan.rows, hidden[:samples]) if samples else [])
+        scored = iter(self._score(plan.rows, hidden[samples : len(wanted_at)]))
         results = []
         for scheduled in plan.rows:
             drawn = [next(sampled) for _ in range(scheduled.samples)]
+            tokens = [token for token in drawn if token is not None]
             results.append(
                 RowResult(
-                    tokens=[token for token in drawn if token is not None] if None not in drawn else [],
-                    prompt_logprobs=[next(scores) for _ in scheduled.scores],
+                    tokens=tokens if len(tokens) == len(drawn) else [],
+                    prompt_logprobs=[next(scored) for _ in scheduled.scores],
                 )
             )
         return results
 
+    def _spare(self, rows: int) -> int:
+        """Rows to add to `rows`: a CPU computes steps of few sizes, see `padding`."""
+        return padded_size(rows) - rows if self.store.device.type == "cpu" else 0
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """`[rows, hidden]` to `[rows, vocabulary]`."""
+        rows = len(hidden)
+        spare = self._spare(rows)
+        return self.model.head(F.pad(hidden, (0, 0, 0, spare)))[:rows] if spare else self.model.head(hidden)
+
     def _sample(self, rows: list[ScheduledRow], hidden: Tensor) -> list[SampledToken | None]:
         """A token for each that the rows want, in order; None where there can be none."""
-        logits = self.model.head(hidden)
+        logits = self._logits(hidden)
         sampling = [scheduled for scheduled in rows if scheduled.samples]
         tasks = [task for scheduled in sampling for task in sampling_tasks(scheduled)]
         if len(tasks) != len(sampling):  # a prompt that forks: its choices share one row of logits
@@ -87,8 +94,31 @@ class ModelRunner:
         found: list[tuple[Logprob, ...]] = []
         for start in range(0, len(wanted), ROWS_AT_ONCE):
             tokens, counts = zip(*wanted[start : start + ROWS_AT_ONCE], strict=True)
-            found += token_logprobs(self.model.head(hidden[start : start + ROWS_AT_ONCE]), tokens, counts)
+            found += token_logprobs(self._logits(hidden[start : start + ROWS_AT_ONCE]), tokens, counts)
         return found
+
+
+class _Batch(NamedTuple):
+    """A step's tokens in one line, and the places in it that give tokens and scores."""
+
+    token_ids: list[int]
+    positions: list[int]
+    sampled_at: list[int]
+    scored_at: list[int]
+
+
+def _flatten(rows: list[ScheduledRow]) -> _Batch:
+    batch = _Batch([], [], [], [])
+    for scheduled in rows:
+        for run in scheduled.runs:
+            shift = len(batch.token_ids) - run.start
+            batch.token_ids.extend(scheduled.row.tokens[run.start : run.stop])
+            batch.positions.extend(range(run.start, run.stop))
+            scored = range(max(run.start, scheduled.scores.start), min(run.stop, scheduled.scores.stop))
+            batch.scored_at.extend(position + shift for position in scored)
+        if scheduled.samples:
+            batch.sampled_at.append(len(batch.token_ids) - 1)
+    return batch
 
 
 def sampling_tasks(scheduled: ScheduledRow) -> list[SamplingTask]:

@@ -35,7 +35,7 @@ def validate(params: StructuredOutputsParams) -> None:
 
 
 class GrammarCompiler:
-    """Makes grammars for one model. The tokenizer is read when the first is made, which takes some 0.3 s.
+    """Makes grammars for one model. The tokenizer is read when the first is made, which takes some 0.4 s.
 
     Args:
         tokenizer: transformers' tokenizer, a fast one.

@@ -82,7 +82,7 @@ class GenerationBody(Body):
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=100, description="1 changes nothing.")
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100, description="1 changes nothing.")
     logit_bias: dict[str, float] | None = Field(default=None, description="Token ids and what to add, -100 to 100.")
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64, description="One seed gives one text.")
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
