@@ -40,6 +40,8 @@ from kvikk.server.messages import (
 logger = logging.getLogger(__name__)
 
 PARENT_CHECK_S = 1.0
+GATHER_S, GATHER_AT_MOST_S = 0.001, 0.01
+"""An idle engine begins when this long nothing has come after a request, and this long after it at the latest."""
 EVICTION_BURST_BLOCKS = 64
 """Evictions between two steps from which a log line is written."""
 
@@ -152,10 +154,26 @@ class EngineLoop:
         """Until `Shutdown` or the parent's end."""
         parent = multiprocessing.parent_process()
         while not self._is_stopping and (parent is None or parent.is_alive()):
-            for command in self._link.receive(0.0 if self._engine.has_work else PARENT_CHECK_S):
+            was_idle = not self._engine.has_work
+            for command in self._link.receive(PARENT_CHECK_S if was_idle else 0.0):
                 self._carry_out(command)
+            if was_idle:
+                self._gather()
             if self._engine.has_work:
                 self._step()
+
+    def _gather(self) -> None:
+        """After idling, take in what comes together with the first request: it would wait for a whole step else.
+
+        Requests that start together also end together, and their successors start together: none interrupts another.
+        """
+        until_s = time.monotonic() + GATHER_AT_MOST_S
+        has_news = self._engine.has_work
+        while has_news and time.monotonic() < until_s:
+            has_news = False
+            for command in self._link.receive(GATHER_S):
+                has_news = True
+                self._carry_out(command)
 
     def _step(self) -> None:
         outputs = self._engine.step()
