@@ -15,6 +15,8 @@ import pytest
 
 from server.running import Running, serving
 
+from kvikk.engine.padding import padded_size
+
 MODEL = "smollm2"
 WORDS = ["Oslo", "fjord", "winter", "harbour", "mountain", "light", "copper", "silent", "engine", "memory"]
 
@@ -121,7 +123,13 @@ def test_memory_of_both_processes_is_flat_over_5000_tiny_requests(server: Runnin
         prompts = [" ".join(draw.choices(WORDS, k=draw.randrange(1, 20))) for _ in range(count)]
         await asyncio.gather(*map(one, prompts))
 
+    async def meet_every_size() -> None:
+        """Each size of a step is compiled once: that is no leak."""
+        for size in sorted({padded_size(tokens) for tokens in range(1, 960)}):
+            await client.completions.create(model=MODEL, prompt=[7 + size] * size, max_tokens=1)
+
     async def soak() -> list[list[int]]:
+        await meet_every_size()
         await ask(1500, seed=0)
         seen = [[process.memory_info().rss for process in processes]]
         for round_number in range(1, 3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import signal
@@ -79,6 +80,7 @@ def run_engine(config: EngineConfig, addresses: Addresses, max_waiting: int, log
     link = Link(addresses)
     try:
         loaded, engine, capacity = load_engine(config)
+        _freeze_heap()
         link.send(_ready(loaded.model.spec, engine, capacity, config))
         EngineLoop(engine, link, max_waiting=max_waiting).run()
     except BaseException as error:
@@ -88,6 +90,13 @@ def run_engine(config: EngineConfig, addresses: Addresses, max_waiting: int, log
         link.close()
         raise SystemExit(1) from None
     link.close()
+
+
+def _freeze_heap() -> None:
+    """What is there now stays: the collector need not look at it again, nor wait until as much again is garbage."""
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # makes it forget how large the frozen heap was
 
 
 class Link:
