@@ -13,9 +13,8 @@ import openai
 import psutil
 import pytest
 
-from server.running import Running, serving
-
 from kvikk.engine.padding import padded_size
+from server.running import Running, serving
 
 MODEL = "smollm2"
 WORDS = ["Oslo", "fjord", "winter", "harbour", "mountain", "light", "copper", "silent", "engine", "memory"]
