@@ -6,10 +6,15 @@ from typing import ClassVar
 
 
 class KvikkError(Exception):
-    """The root. `code` is stable and machine-readable; `http_status` is what a server answers."""
+    """The root.
+
+    `code` is stable and machine-readable; `http_status` is what a server answers; `param` names the field of the
+    request that is wrong, where it is one.
+    """
 
     code: ClassVar[str] = "internal_error"
     http_status: ClassVar[int] = 500
+    param: str | None = None
 
 
 class InvalidRequest(KvikkError, ValueError):

@@ -10,6 +10,7 @@ from collections.abc import Container, Sequence
 
 from kvikk.cli.commands import COMMANDS, command
 from kvikk.errors import ConfigError, InvalidRequest, KvikkError
+from kvikk.logs import set_up_logging
 from kvikk.version import __version__
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
@@ -18,11 +19,7 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 failed, 2 bad input."""
     parsed = parse(sys.argv[1:] if arguments is None else arguments)
-    logging.basicConfig(
-        level=getattr(logging, parsed.log_level.upper()), format="kvikk: %(message)s", stream=sys.stderr, force=True
-    )
-    for noisy in ("numba", "httpx", "httpcore", "huggingface_hub", "filelock", "transformers"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    set_up_logging(getattr(logging, parsed.log_level.upper()), "kvikk")
     try:
         return int(command(parsed.command).run(parsed))
     except KvikkError as error:

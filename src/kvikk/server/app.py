@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 
 from kvikk.chat import Conversation, ToolUse
 from kvikk.errors import InvalidRequest
 from kvikk.server.counting import CountAnswers
-from kvikk.server.errors import PinNotFound
 from kvikk.server.openai.chat import chat, render_chat
 from kvikk.server.openai.completions import complete
 from kvikk.server.openai.problems import COMMON, install
@@ -33,7 +33,7 @@ from kvikk.server.openai.responses import (
 from kvikk.server.page import page_router
 from kvikk.server.security import BodyLimit, Guard, Keys
 from kvikk.server.service import Service
-from kvikk.server.streaming import while_there
+from kvikk.server.streaming import unless_gone
 from kvikk.version import __version__
 
 STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
@@ -115,12 +115,12 @@ def _openai_router() -> APIRouter:
     @router.post("/completions", response_model=Completion, responses={200: {"content": STREAM}})
     async def completions(request: Request, service: Served, body: CompletionBody) -> Response:
         """Texts that go on from prompts; with `stream`, server-sent events."""
-        return await while_there(request, complete(service, body, _salt(request, body.cache_salt)))
+        return await unless_gone(request.receive, complete(service, body, _salt(request, body.cache_salt)))
 
     @router.post("/chat/completions", response_model=ChatCompletion, responses={200: {"content": STREAM}})
     async def chat_completions(request: Request, service: Served, body: ChatBody) -> Response:
         """The next message of a conversation; with `stream`, server-sent events."""
-        return await while_there(request, chat(service, body, _salt(request, body.cache_salt)))
+        return await unless_gone(request.receive, chat(service, body, _salt(request, body.cache_salt)))
 
     return router
 
@@ -170,19 +170,13 @@ def _cache_router() -> APIRouter:
     async def cache(service: Served) -> CacheState:
         """What is held, cached, free and pinned."""
         snapshot = await service.client.snapshot()
-        stats, ready = snapshot.stats, service.ready
+        stats = msgspec.structs.asdict(snapshot.stats)  # the models take what they name of it
         return CacheState(
-            block_size=ready.block_size,
-            block_bytes=ready.block_bytes,
-            total_blocks=stats.total_blocks,
-            free_blocks=stats.free_blocks,
-            held_blocks=stats.held_blocks,
-            cached_blocks=stats.cached_blocks,
-            pinned_blocks=stats.pinned_blocks,
+            block_size=service.ready.block_size,
+            block_bytes=service.ready.block_bytes,
             pins=[PinState(name=pin.name, blocks=pin.blocks) for pin in snapshot.pins],
-            running=stats.running,
-            waiting=stats.waiting,
-            counters=CacheCounters(**{name: getattr(stats, name) for name in CacheCounters.model_fields}),
+            counters=CacheCounters(**stats),
+            **stats,
         )
 
     @router.post("/reset")
@@ -207,10 +201,7 @@ def _cache_router() -> APIRouter:
     @router.delete("/pins/{name}")
     async def unpin(service: Served, name: str) -> PinState:
         """Let a pin go."""
-        blocks = {pin.name: pin.blocks for pin in (await service.client.snapshot()).pins}.get(name)
-        if blocks is None or not await service.client.call("unpin", bool, name=name):
-            raise PinNotFound(f"there is no pin {name!r}: GET /v1/cache lists them")
-        return PinState(name=name, blocks=blocks)
+        return PinState(name=name, blocks=await service.client.call("unpin", int, name=name))
 
     return router
 

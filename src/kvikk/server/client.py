@@ -171,18 +171,11 @@ class EngineClient:
         return client
 
     @property
-    def pid(self) -> int:
-        """Of the engine process."""
-        return int(self._process.pid or 0)
-
-    @property
     def active(self) -> int:
         """Requests that were sent and have not ended."""
         return len(self._requests)
 
-    async def submit(
-        self, prompt_token_ids: list[int], params: SamplingParams, *, salt: str = "", request_id: str | None = None
-    ) -> Submitted:
+    async def submit(self, prompt_token_ids: list[int], params: SamplingParams, *, salt: str = "") -> Submitted:
         """Send a request; returns when the engine has taken it.
 
         Raises:
@@ -191,7 +184,7 @@ class EngineClient:
         """
         if self.dead is not None:
             raise self.dead
-        submitted = Submitted(request_id or uuid.uuid4().hex, params.n, self)
+        submitted = Submitted(uuid.uuid4().hex, params.n, self)
         self._requests[submitted.id] = submitted
         self.send(Add(id=submitted.id, prompt_token_ids=prompt_token_ids, params=params, salt=salt))
         try:

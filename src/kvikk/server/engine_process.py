@@ -16,6 +16,8 @@ import zmq
 
 from kvikk.engine import Capacity, Engine, EngineConfig, EngineOutput, load_engine
 from kvikk.errors import InvalidRequest, KvikkError, QueueFull
+from kvikk.logs import set_up_logging
+from kvikk.server.errors import PinNotFound
 from kvikk.server.messages import (
     Abort,
     Add,
@@ -58,12 +60,7 @@ class Addresses:
 def failure_of(error: BaseException) -> Failure:
     """An error as it crosses the border between the processes."""
     if isinstance(error, KvikkError):
-        return Failure(
-            message=str(error),
-            code=error.code,
-            http_status=error.http_status,
-            param=getattr(error, "param", None),
-        )
+        return Failure(message=str(error), code=error.code, http_status=error.http_status, param=error.param)
     return Failure(message=f"{type(error).__name__}: {error}", code=KvikkError.code, http_status=KvikkError.http_status)
 
 
@@ -74,9 +71,7 @@ def run_engine(config: EngineConfig, addresses: Addresses, max_waiting: int, log
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=log_level, format="kvikk engine: %(message)s")
-    for noisy in ("numba", "httpx", "httpcore", "huggingface_hub", "filelock", "transformers"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    set_up_logging(log_level, "kvikk engine")
     link = Link(addresses)
     try:
         loaded, engine, capacity = load_engine(config)
@@ -176,9 +171,9 @@ class EngineLoop:
 
         Requests that start together also end together, and their successors start together: none interrupts another.
         """
-        until_s = time.monotonic() + GATHER_AT_MOST_S
+        until_s = self._clock() + GATHER_AT_MOST_S
         has_news = self._engine.has_work
-        while has_news and time.monotonic() < until_s:
+        while has_news and self._clock() < until_s:
             has_news = False
             for command in self._link.receive(GATHER_S):
                 has_news = True
@@ -281,13 +276,13 @@ class EngineLoop:
         self._tell_stats()
         return blocks
 
-    def _unpin(self, name: str) -> bool:
-        was_there = self._engine.prefix.unpin(name)
+    def _unpin(self, name: str) -> int:
+        blocks = self._engine.prefix.pins().get(name)
+        if blocks is None:
+            raise PinNotFound(f"there is no pin {name!r}: GET /v1/cache lists them")
+        self._engine.prefix.unpin(name)
         self._tell_stats()
-        return was_there
-
-    def _check(self) -> None:
-        self._engine.check()
+        return blocks
 
     # What the engine says of itself
 
@@ -345,7 +340,6 @@ CALLS: dict[str, Callable[..., Any]] = {
     "reset": EngineLoop._reset,
     "pin": EngineLoop._pin,
     "unpin": EngineLoop._unpin,
-    "check": EngineLoop._check,
 }
 """What the front may call by name."""
 

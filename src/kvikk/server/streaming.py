@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from fastapi import Request, Response
+from fastapi import Response
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
@@ -94,8 +94,3 @@ class EventStream(Response):
         except Exception:
             logger.exception("a stream failed")
             yield sse(problem_body("a fault in the server; its log has more", 500, code="internal_error"))
-
-
-async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """`unless_gone` for an endpoint whose body has been read."""
-    return await unless_gone(request.receive, work)

@@ -70,7 +70,7 @@ def problem(
 
 def problem_of(error: KvikkError) -> ProblemBody:
     """The body for one of kvikk's own errors."""
-    return problem_body(str(error), error.http_status, param=getattr(error, "param", None), code=error.code)
+    return problem_body(str(error), error.http_status, param=error.param, code=error.code)
 
 
 def answer_error(error: KvikkError) -> Response:
