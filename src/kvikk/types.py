@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NewType
+from typing import Literal, NewType
 
 Position = NewType("Position", int)
 """A token's index in its sequence: RoPE, sampling and stop rules count in positions."""
@@ -21,3 +21,6 @@ BlockKey = NewType("BlockKey", bytes)
 
 NULL_BLOCK = BlockId(0)
 """Never given out: padding points at it, and nothing is ever written to it."""
+
+Numerics = Literal["fast", "exact"]
+"""`exact`: a token's numbers are the same to the bit however its step is made up; `fast`: the same up to rounding."""

@@ -12,10 +12,11 @@ from kvikk.attention.plan import QueryRun, Schedule
 from kvikk.errors import ConfigError
 from kvikk.memory.storage import KVStore
 from kvikk.models.protocol import AttentionStep
+from kvikk.types import Numerics
 
 _LOG = logging.getLogger(__name__)
 
-BackendName = Literal["auto", "reference", "cpu"]
+BackendName = Literal["auto", "reference", "cpu", "triton"]
 
 
 class AttentionBackend(Protocol):
@@ -28,6 +29,8 @@ class AttentionBackend(Protocol):
     Callers can rely on this:
 
     - A run's output and the KV it stores do not depend on the other runs of the step, bit for bit.
+    - In `exact` numerics a position's output does not depend on its run either: the same bits alone, in a chunk and in
+      any other chunk.
     - The same step on the same pool gives the same bits again.
     - Slots beyond a row's length are never read into a result, whatever they hold, and the null block is never
       written.
@@ -45,6 +48,11 @@ class AttentionBackend(Protocol):
     @property
     def store(self) -> KVStore:
         """The pool."""
+        ...
+
+    @property
+    def numerics(self) -> Numerics:
+        """What it was made for."""
         ...
 
     def plan(self, runs: Sequence[QueryRun]) -> Schedule:
@@ -83,43 +91,62 @@ class AttentionBackend(Protocol):
         ...
 
 
-def _reference(store: KVStore) -> AttentionBackend:
+def _reference(store: KVStore, numerics: Numerics) -> AttentionBackend:
     from kvikk.attention.reference import ReferenceBackend
 
-    return ReferenceBackend(store)
+    return ReferenceBackend(store, numerics=numerics)
 
 
-def _cpu(store: KVStore) -> AttentionBackend:
+def _cpu(store: KVStore, numerics: Numerics) -> AttentionBackend:
     from kvikk.attention.cpu.backend import CpuBackend
 
-    return CpuBackend(store)
+    return CpuBackend(store, numerics=numerics)
 
 
-def _auto(store: KVStore) -> AttentionBackend:
-    from kvikk.attention.cpu.backend import CpuBackend, CpuUnavailableError
+def _triton(store: KVStore, numerics: Numerics) -> AttentionBackend:
+    from kvikk.attention.gpu.backend import TritonBackend
 
+    return TritonBackend(store, numerics=numerics)
+
+
+def _auto(store: KVStore, numerics: Numerics) -> AttentionBackend:
+    from kvikk.attention.cpu.backend import CpuUnavailableError
+
+    if store.device.type == "cuda":
+        try:
+            return _triton(store, numerics)
+        except (ImportError, ConfigError) as error:
+            _LOG.warning(
+                "attention runs on the slow reference backend: %s (pip install 'kvikk[cuda]' has triton)", error
+            )
     if store.device.type != "cpu":
-        return _reference(store)
+        return _reference(store, numerics)
     try:
-        return CpuBackend(store)
+        return _cpu(store, numerics)
     except CpuUnavailableError as error:
         _LOG.warning("attention runs on the slow reference backend: %s", error)
-        return _reference(store)
+        return _reference(store, numerics)
 
 
-def attention_backend(name: BackendName, store: KVStore) -> AttentionBackend:
+def attention_backend(name: BackendName, store: KVStore, *, numerics: Numerics = "fast") -> AttentionBackend:
     """Make a backend by name.
 
     Args:
-        name: `cpu` (compiled), `reference` (PyTorch, any device), or `auto`: `cpu` for a pool in CPU memory where it
-            works, else `reference`; a fall-back on the CPU is logged with its reason.
+        name: `triton` (a GPU), `cpu` (compiled), `reference` (PyTorch, any device), or `auto`: the first of these that
+            serves the pool where it lies; a fall-back is logged with its reason.
         store: the pool.
+        numerics: `exact` for outputs that do not depend on how positions were cut into runs.
 
     Raises:
         ConfigError: no such backend.
         CpuUnavailableError: `cpu` was asked for by name and cannot run here.
     """
-    makers: dict[str, Callable[[KVStore], AttentionBackend]] = {"auto": _auto, "reference": _reference, "cpu": _cpu}
+    makers: dict[str, Callable[[KVStore, Numerics], AttentionBackend]] = {
+        "auto": _auto,
+        "reference": _reference,
+        "cpu": _cpu,
+        "triton": _triton,
+    }
     if name not in makers:
         raise ConfigError(f"attention backend {name!r} does not exist: use one of {', '.join(sorted(makers))}")
-    return makers[name](store)
+    return makers[name](store, numerics)

@@ -14,13 +14,21 @@ from torch import Tensor
 
 from kvikk.attention.plan import QueryRun, Schedule, plan_step
 from kvikk.memory.storage import KVStore
+from kvikk.types import Numerics
 
 _QUERY_TILE = 256
-"""Queries whose logits exist at one time: bounds memory, changes no value."""
+"""Queries whose logits exist at one time: bounds memory, and changes no more than a product's rounding."""
 
 
 def attend_dense(
-    q: Tensor, k: Tensor, v: Tensor, *, start: int, scale: float, bias: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    start: int,
+    scale: float,
+    bias: Tensor | None = None,
+    numerics: Numerics = "fast",
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of consecutive queries over the whole KV of their row.
 
@@ -31,6 +39,7 @@ def attend_dense(
         start: position of the first query.
         scale: factor on `q @ k`.
         bias: `[kv_heads, >= slots]`, added to the logits.
+        numerics: `exact` computes each query by itself, over just the slots that it sees.
 
     Returns:
         Output `[queries, q_heads, head_dim]` and log-sum-exp `[queries, q_heads]`, both fp32; a query all of whose
@@ -43,11 +52,12 @@ def attend_dense(
     if bias is not None and bias.shape[0] != kv_heads:
         raise ValueError(f"the bias is for {bias.shape[0]} KV heads, the layer has {kv_heads}")
     group = q_heads // kv_heads
+    tile_queries = 1 if numerics == "exact" else _QUERY_TILE
     out = torch.empty((queries, q_heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((queries, q_heads), dtype=torch.float32, device=q.device)
-    for first in range(0, queries, _QUERY_TILE):
-        tile = q[first : first + _QUERY_TILE].float()
-        n, seen = tile.shape[0], start + min(first + _QUERY_TILE, queries)
+    for first in range(0, queries, tile_queries):
+        tile = q[first : first + tile_queries].float()
+        n, seen = tile.shape[0], start + min(first + tile_queries, queries)
         # The group is folded into the query axis: [kv_heads, n * group, head_dim].
         folded = tile.view(n, kv_heads, group, head_dim).permute(1, 0, 2, 3).reshape(kv_heads, n * group, head_dim)
         logits = torch.matmul(folded, k[:, :seen].float().transpose(1, 2)) * scale
@@ -116,13 +126,15 @@ def write_tokens(store: KVStore, layer: int, slots: Tensor, k: Tensor, v: Tensor
 class ReferenceBackend:
     """PyTorch on whatever device the pool is: right for every shape, fast for none.
 
-    A run's result does not depend on the other runs of its step, bit for bit.
+    A run's result does not depend on the other runs of its step, bit for bit; in `exact` numerics a position's does not
+    depend on the other positions of its run either.
     """
 
     name = "reference"
 
-    def __init__(self, store: KVStore) -> None:
+    def __init__(self, store: KVStore, *, numerics: Numerics = "fast") -> None:
         self.store = store
+        self.numerics = numerics
 
     def plan(self, runs: Sequence[QueryRun]) -> Schedule:
         """See `AttentionBackend.plan`."""
@@ -149,7 +161,7 @@ class ReferenceBackend:
 
     def _attend(self, layer: int, run: QueryRun, table: Tensor, q: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         k, v = read_row(self.store, layer, table, run.stop)
-        return attend_dense(q, k, v, start=run.start, scale=scale, bias=run.bias)
+        return attend_dense(q, k, v, start=run.start, scale=scale, bias=run.bias, numerics=self.numerics)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,16 +19,20 @@ class KVStore:
         geometry: how one block is laid out.
         blocks: blocks in the pool, the null block included.
         device: where it lives.
+        memory: the allocation to lie in, flat, of the geometry's dtype and at least of the pool's size; None makes one.
     """
 
-    def __init__(self, geometry: KVGeometry, blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, geometry: KVGeometry, blocks: int, device: torch.device, *, memory: Tensor | None = None
+    ) -> None:
         self.geometry = geometry
         self.blocks = blocks
         self.device = device
         g = geometry
-        self.frames: Tensor = torch.empty(
-            (blocks * g.frames_per_block, 2, g.page_size, g.head_dim), dtype=g.dtype, device=device
-        )
+        frames = blocks * g.frames_per_block
+        if memory is None:
+            memory = torch.empty(frames * g.frame_elements, dtype=g.dtype, device=device)
+        self.frames: Tensor = memory[: frames * g.frame_elements].view(frames, 2, g.page_size, g.head_dim)
         self._by_block = self.frames.view(blocks, g.frames_per_block, 2, g.page_size, g.head_dim)
         self._by_block[NULL_BLOCK].zero_()
 

@@ -7,6 +7,7 @@ Read `protocol` first, then `llama` (the own module of the Llama family), `load`
 `transformers_model` with `probe` (every other architecture).
 """
 
+from kvikk.models.llama import LlamaModel
 from kvikk.models.load import LoadedModel, TextSide, load_model, load_text_side
 from kvikk.models.protocol import AttentionStep, CausalLM
 from kvikk.models.spec import ModelSpec
@@ -15,6 +16,7 @@ from kvikk.models.toy import toy_model
 __all__ = [
     "AttentionStep",
     "CausalLM",
+    "LlamaModel",
     "LoadedModel",
     "ModelSpec",
     "TextSide",

@@ -1,9 +1,10 @@
 """What a layer does between its projections, compiled for a CPU: norms, RoPE and the gate, one call each.
 
 At a few rows torch spends more time on starting small operations than on their numbers. Here each is one C function
-over raw addresses, on the calling thread. RoPE and the gate give torch's bits, so torch can take over where rows are
-many and threads pay. A norm differs from torch's in the order of one fp32 sum, which shows in the last bit of few
-numbers: it serves any number of rows, for a row's bits must not depend on that.
+over raw addresses, on the calling thread. RoPE and the bf16 gate give torch's bits, so torch can take over where rows
+are many and threads pay. A norm differs from torch's in the order of one fp32 sum, which shows in the last bit of few
+numbers: it serves any number of rows, for a row's bits must not depend on that. In torch they may: where a tensor does
+not divide into whole vectors for each thread, its remainder goes through another exponential.
 Importing this module imports numba, which takes a second: only where it is used.
 """
 
@@ -13,7 +14,7 @@ import ctypes
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -125,11 +126,11 @@ def _scale_row_wide(x: Any, scale: Any, weight: Any, out: Any) -> None:
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
 def _rotate_row(first: Any, second: Any, cos_sin: Any) -> None:
-    """Rotate one head: the halves of its rotary part, by cos and signed sin `[2, 2, half]`."""
+    """Rotate one head: the halves of its rotary part, by cos and signed sin `[2, 2, half]`, in the table's dtype."""
     for i in range(first.shape[0]):
         a, b = _wide(first[i]), _wide(second[i])
-        turned_a = _wide(_stored(first[i], a * _wide(cos_sin[0, 0, i])))
-        turned_b = _wide(_stored(first[i], b * _wide(cos_sin[0, 1, i])))
+        turned_a = _wide(_stored(cos_sin[0, 0, i], a * _wide(cos_sin[0, 0, i])))
+        turned_b = _wide(_stored(cos_sin[0, 1, i], b * _wide(cos_sin[0, 1, i])))
         first[i] = _stored(first[i], _fma(b, _wide(cos_sin[1, 0, i]), turned_a))
         second[i] = _stored(second[i], _fma(a, _wide(cos_sin[1, 1, i]), turned_b))
 
@@ -149,12 +150,35 @@ def _exp(x: Any) -> Any:
     return np.float32(0) if x < np.float32(-87.33654) else y
 
 
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _exp_fine(x: Any) -> Any:
+    """The exponential to about 2**-23: reduction in two steps to at most ln(2) / 2, and its series to the 7th power."""
+    kept = min(max(x, np.float32(-87.33654)), np.float32(88.72284))
+    n = _floor(_fma(kept, np.float32(1.442695), np.float32(0.5)))
+    r = _fma(-n, np.float32(1.42860682e-6), _fma(-n, np.float32(0.693145752), kept))
+    y = _fma(r, np.float32(1 / 5040), np.float32(1 / 720))
+    y = _fma(r, y, np.float32(1 / 120))
+    y = _fma(r, y, np.float32(1 / 24))
+    y = _fma(r, y, np.float32(1 / 6))
+    y = _fma(r, y, np.float32(1 / 2))
+    y = _fma(r, y, np.float32(1))
+    y = _fma(r, y, np.float32(1))
+    y = y * _power_of_two(n - np.float32(1)) * np.float32(2)
+    return np.float32(0) if x < np.float32(-87.33654) else y
+
+
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
 def _gate_row(gate: Any, up: Any, out: Any) -> None:
     for i in range(gate.shape[0]):
         x = _wide(gate[i])
         silu = x / (np.float32(1) + _exp(-x))
         out[i] = _stored(gate[i], _wide(_stored(gate[i], silu)) * _wide(up[i]))
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _gate_row_fine(gate: Any, up: Any, out: Any) -> None:
+    for i in range(gate.shape[0]):
+        out[i] = gate[i] / (np.float32(1) + _exp_fine(-gate[i])) * up[i]
 
 
 # What ctypes calls: addresses, and sizes in numbers.
@@ -194,6 +218,12 @@ def _gate(gate_up: Any, out: Any, rows: int, ffn: int) -> None:
         _gate_row(pairs[row, 0], pairs[row, 1], outs[row])
 
 
+def _gate_fine(gate_up: Any, out: Any, rows: int, ffn: int) -> None:
+    pairs, outs = carray(gate_up, (rows, 2, ffn)), carray(out, (rows, ffn))
+    for row in range(rows):
+        _gate_row_fine(pairs[row, 0], pairs[row, 1], outs[row])
+
+
 def _compile(function: Any, signature: Any) -> Any:
     """A C function, from numba's cache on disk after the first time on a machine."""
     try:
@@ -212,20 +242,26 @@ def _callable(compiled: Any, arguments: str) -> Any:
 class FusedOperations:
     """The operations, for contiguous CPU tensors of one dtype. Shapes and dtypes are not checked.
 
+    A row's bits depend on that row alone.
+
     Args:
         dtype: one of `DTYPES`.
+        table_dtype: of the rotary table, one of `DTYPES`.
         eps: of every norm.
         wide: whether a norm rounds only after the multiplication by its weight.
     """
 
-    def __init__(self, dtype: torch.dtype, *, eps: float, wide: bool) -> None:
+    kind: ClassVar[Literal["cpu"]] = "cpu"
+
+    def __init__(self, dtype: torch.dtype, *, table_dtype: torch.dtype, eps: float, wide: bool) -> None:
         self.eps = eps
         self._mode = 2 if wide else 0
         numbers, size, real = types.CPointer(DTYPES[dtype]), types.int64, types.float32
         norm = types.void(numbers, numbers, numbers, numbers, size, size, size, size, real, size)
-        rotate = types.void(numbers, numbers, size, size, size, size, size)
+        rotate = types.void(numbers, types.CPointer(DTYPES[table_dtype]), size, size, size, size, size)
         gate = types.void(numbers, numbers, size, size)
-        self._compiled = _compile(_norm, norm), _compile(_rotate, rotate), _compile(_gate, gate)  # they own the code
+        gates = _gate if dtype == torch.bfloat16 else _gate_fine
+        self._compiled = _compile(_norm, norm), _compile(_rotate, rotate), _compile(gates, gate)  # they own the code
         self._norm = _callable(self._compiled[0], "iiiiiiiifi")
         self._rotate = _callable(self._compiled[1], "iiiiiii")
         self._gate = _callable(self._compiled[2], "iiii")
@@ -261,7 +297,7 @@ class FusedOperations:
         self._rotate(heads.data_ptr(), cos_sin.data_ptr(), rows, total * head_dim, count, head_dim, half)
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up` of `[rows, 2 * ffn]`, each rounded. To bf16 only: torch's exponential of fp32 is finer."""
+        """`silu(gate) * up` of `[rows, 2 * ffn]`, each rounded. In fp32 it differs from torch's in the last bits."""
         rows, ffn = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, ffn)
         self._gate(gate_up.data_ptr(), out.data_ptr(), rows, ffn)

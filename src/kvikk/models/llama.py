@@ -10,18 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvikk.errors import ModelError
 from kvikk.models.family import FamilyConfig
-from kvikk.models.projection import PackedProjection, Projection, pack
-from kvikk.models.protocol import AttentionStep
+from kvikk.models.projection import AnyProjection, Projection, pack, steady
+from kvikk.models.protocol import AttentionStep, HeadNorm, PackedAttentionStep
 from kvikk.models.spec import ModelSpec
+from kvikk.types import Numerics
 
 if TYPE_CHECKING:
     from kvikk.models.fused import FusedOperations
+    from kvikk.models.gpu.operations import GpuOperations
 
 _LOG = logging.getLogger(__name__)
 
 FEW_ROWS = 64
-"""Up to here one thread rotates and gates faster than torch sets its threads to work."""
+"""Up to here one thread rotates and gates faster than torch sets its threads to work. In `exact` numerics torch never
+does: where its threads' shares end inside a vector, a number's last bit depends on them."""
 
 PROJECTIONS = ("qkv", "output", "gate_up", "down")
 NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm")
@@ -40,10 +44,10 @@ class LayerWeights:
         q_norm, k_norm: `[head_dim]` or `[heads * head_dim]`, by `FamilyConfig.qk_norm`.
     """
 
-    qkv: Projection | PackedProjection
-    output: Projection | PackedProjection
-    gate_up: Projection | PackedProjection
-    down: Projection | PackedProjection
+    qkv: AnyProjection
+    output: AnyProjection
+    gate_up: AnyProjection
+    down: AnyProjection
     attention_norm: Tensor
     mlp_norm: Tensor
     q_norm: Tensor | None = None
@@ -57,10 +61,10 @@ class LlamaWeights:
     embedding: Tensor
     layers: list[LayerWeights]
     norm: Tensor
-    head: Projection | PackedProjection
+    head: AnyProjection
 
     def named(self) -> dict[str, Tensor]:
-        """Every tensor by a stable name. Only before `pack`."""
+        """Every tensor by a stable name. Only before `prepare`."""
         tensors = {"embedding": self.embedding, "norm": self.norm}
         projections = {"head": self.head}
         for index, layer in enumerate(self.layers):
@@ -72,21 +76,32 @@ class LlamaWeights:
             tensors |= {f"{name}.{part}": tensor for part, tensor in projection.tensors().items()}
         return tensors
 
-    def pack(self) -> None:
-        """Bring all projections into the layout that this device computes fastest, layer by layer to spare memory."""
+    def prepare(self, numerics: Numerics) -> None:
+        """Bring all projections into the layout that this device computes fastest, layer by layer to spare memory.
+
+        Raises:
+            ModelError: `exact` numerics is wanted, and products on this machine cannot be made so.
+        """
+        least: dict[tuple[int, ...], int] = {}
+
+        def prepared(projection: AnyProjection) -> AnyProjection:
+            if not isinstance(projection, Projection):
+                return projection
+            if numerics == "exact" and projection.weight.is_cuda:
+                from kvikk.models.gpu.linear import ExactProjection  # imports triton
+
+                return ExactProjection(projection.weight, projection.bias)
+            return steady(projection, least) if numerics == "exact" else pack(projection)
+
         for index, layer in enumerate(self.layers):
             self.layers[index] = replace(
                 layer,
-                qkv=_packed(layer.qkv),
-                output=_packed(layer.output),
-                gate_up=_packed(layer.gate_up),
-                down=_packed(layer.down),
+                qkv=prepared(layer.qkv),
+                output=prepared(layer.output),
+                gate_up=prepared(layer.gate_up),
+                down=prepared(layer.down),
             )
-        self.head = _packed(self.head)
-
-
-def _packed(projection: Projection | PackedProjection) -> Projection | PackedProjection:
-    return pack(projection) if isinstance(projection, Projection) else projection
+        self.head = prepared(self.head)
 
 
 class Rotary(NamedTuple):
@@ -107,9 +122,12 @@ class LlamaModel:
 
     Args:
         config: the variant.
-        spec: the facts the engine reads.
+        spec: the facts the engine reads, and which numerics it is made for.
         weights: on one device, in `spec.dtype`; the model takes them over and packs them.
         rope: `[positions, 2, rotary_dim]`, cos then signed sin (`rope.rope_table`), on the same device.
+
+    Raises:
+        ModelError: it cannot compute in `exact` numerics here.
     """
 
     def __init__(self, config: FamilyConfig, spec: ModelSpec, weights: LlamaWeights, rope: Tensor) -> None:
@@ -117,8 +135,15 @@ class LlamaModel:
         self.spec = spec
         self.weights = weights
         self.rope = rope
-        weights.pack()
-        self._fused = _fused_operations(config, weights)
+        self._fused = _fused_operations(config, weights, rope.dtype)
+        self._is_exact = spec.numerics == "exact"
+        if self._is_exact and self._fused is None:
+            raise ModelError(
+                f"--numerics exact needs norms and gates compiled, which takes numba and all weights in bfloat16 or "
+                f"float32 on a CPU, or triton on a GPU; {spec.name} is {spec.dtype} on {weights.embedding.device}: use "
+                f"--numerics fast"
+            )
+        weights.prepare(spec.numerics)
         self._scale = config.head_dim**-0.5
 
     @torch.no_grad()
@@ -126,8 +151,10 @@ class LlamaModel:
         """See `CausalLM.forward`. Positions must be below the length that the model was loaded for."""
         weights, config = self.weights, self.config
         x = F.embedding(token_ids, weights.embedding)  # [tokens, hidden]
-        table = self.rope.index_select(0, positions)
-        rotary = Rotary(table, *table.unsqueeze(2).unbind(1))
+        rotary = None
+        if not isinstance(step, PackedAttentionStep):
+            table = self.rope.index_select(0, positions)
+            rotary = Rotary(table, *table.unsqueeze(2).unbind(1))
         last = len(weights.layers) - 1
         normed = x if config.post_norm else self._norm(x, weights.layers[0].attention_norm)
         for index, layer in enumerate(weights.layers):
@@ -149,18 +176,36 @@ class LlamaModel:
         """See `CausalLM.head`."""
         return self.weights.head(hidden)
 
-    def _attend(self, index: int, layer: LayerWeights, x: Tensor, rotary: Rotary, step: AttentionStep) -> Tensor:
-        """Attention of one layer, between its projections: `[tokens, q_heads * head_dim]`."""
+    def _attend(self, index: int, layer: LayerWeights, x: Tensor, rotary: Rotary | None, step: AttentionStep) -> Tensor:
+        """Attention of one layer, between its projections: `[tokens, q_heads * head_dim]`.
+
+        Without a rotary table the step is a `PackedAttentionStep`, which rotates by itself.
+        """
         config = self.config
         tokens, q_heads, rotated = x.shape[0], config.q_heads, config.q_heads + config.kv_heads
         heads = layer.qkv(x).view(tokens, rotated + config.kv_heads, config.head_dim)
+        if rotary is None:
+            assert isinstance(step, PackedAttentionStep)
+            norm = self._head_norm(layer)
+            if norm is None and layer.q_norm is not None and layer.k_norm is not None:
+                qk = self._norm_qk(heads[:, :rotated], layer.q_norm, layer.k_norm)
+                heads = torch.cat((qk, heads[:, rotated:]), dim=1)
+            out = step.attend_packed(index, heads, self.rope, scale=self._scale, norm=norm)
+            return out.reshape(tokens, q_heads * config.head_dim)
         qk = self._positioned(layer, heads, rotary)
         out = step.attend(index, qk[:, :q_heads], qk[:, q_heads:], heads[:, rotated:], scale=self._scale)
         return out.reshape(tokens, q_heads * config.head_dim)
 
+    def _head_norm(self, layer: LayerWeights) -> HeadNorm | None:
+        """The norm that a `PackedAttentionStep` applies."""
+        if self.config.qk_norm != "head" or layer.q_norm is None or layer.k_norm is None:
+            return None
+        return HeadNorm(q_weight=layer.q_norm, k_weight=layer.k_norm, eps=self.config.norm_eps, wide=self.config.wide)
+
     def _positioned(self, layer: LayerWeights, heads: Tensor, rotary: Rotary) -> Tensor:
         """Q and K, normalised where the architecture does, and rotated; `heads` is overwritten where that is faster."""
-        fused, q_heads, kv_heads = self._fused, self.config.q_heads, self.config.kv_heads
+        q_heads, kv_heads = self.config.q_heads, self.config.kv_heads
+        fused = self._fused if self._fused is not None and self._fused.kind == "cpu" else None
         qk = heads[:, : q_heads + kv_heads]
         if layer.q_norm is not None and layer.k_norm is not None:
             if fused is None:
@@ -168,15 +213,16 @@ class LlamaModel:
             else:
                 fused.norm_heads_(heads, 0, q_heads, layer.q_norm)
                 fused.norm_heads_(heads, q_heads, kv_heads, layer.k_norm)
-        if fused is None or heads.shape[0] > FEW_ROWS or rotary.table.dtype != heads.dtype:
+        if fused is None or (heads.shape[0] > FEW_ROWS and not self._is_exact):
             return rotate(qk, rotary.cos, rotary.sin)
         fused.rotate_(heads, q_heads + kv_heads, rotary.table)
         return qk
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        gate_up = layer.gate_up(x)
-        if self._fused is not None and gate_up.dtype == torch.bfloat16 and len(gate_up) <= FEW_ROWS:
-            return layer.down(self._fused.gate(gate_up))
+        gate_up, fused = layer.gate_up(x), self._fused
+        is_small = gate_up.dtype == torch.bfloat16 and len(gate_up) <= FEW_ROWS
+        if fused is not None and (fused.kind == "gpu" or is_small or self._is_exact):
+            return layer.down(fused.gate(gate_up))
         gate, up = gate_up.chunk(2, dim=-1)
         return layer.down(F.silu(gate).mul_(up))
 
@@ -204,20 +250,26 @@ class LlamaModel:
         return torch.cat((self._norm(q, q_norm), self._norm(k, k_norm)), dim=1)
 
 
-def _fused_operations(config: FamilyConfig, weights: LlamaWeights) -> FusedOperations | None:
-    """The compiled operations, where they can serve these weights: on a CPU, in bf16 and fp32, with numba."""
+def _fused_operations(
+    config: FamilyConfig, weights: LlamaWeights, table_dtype: torch.dtype
+) -> FusedOperations | GpuOperations | None:
+    """The compiled operations, where they can serve these weights: all of one dtype, on a CPU or a CUDA device."""
     device, dtype = weights.embedding.device, weights.embedding.dtype
-    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
-        return None
     norms = [weights.norm, *(getattr(layer, name) for layer in weights.layers for name in NORMS)]
     if any(norm is not None and (norm.dtype != dtype or not norm.is_contiguous()) for norm in norms):
         return None
     try:
-        from kvikk.models.fused import FusedOperations  # numba takes a second to import: only when it is used
+        if device.type == "cpu" and dtype in (torch.bfloat16, torch.float32):
+            from kvikk.models.fused import FusedOperations  # numba takes a second to import: only when it is used
+
+            return FusedOperations(dtype, table_dtype=table_dtype, eps=config.norm_eps, wide=config.wide)
+        if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16, torch.float32):
+            from kvikk.models.gpu.operations import GpuOperations  # triton need not be installed
+
+            return GpuOperations(eps=config.norm_eps, wide=config.wide)
     except ImportError as error:
-        _LOG.warning("norms, RoPE and gates run uncompiled, so decoding is slower: cannot import numba (%s)", error)
-        return None
-    return FusedOperations(dtype, eps=config.norm_eps, wide=config.wide)
+        _LOG.warning("norms and gates run uncompiled, so decoding is slower: cannot import %s (%s)", error.name, error)
+    return None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvikk.errors import ModelError
+from kvikk.errors import ConfigError, ModelError
 from kvikk.models import probe
 from kvikk.models.family import FamilyConfig, family_config
 from kvikk.models.fingerprint import fingerprint
@@ -31,6 +32,7 @@ from kvikk.models.spec import ModelSpec
 from kvikk.models.support import check_config, position_limit, resolve_length, sliding_window
 from kvikk.models.transformers_model import TransformersModel, quiet_transformers, read_module, register
 from kvikk.models.weights import SafetensorsFolder, StateDict, safetensors_files
+from kvikk.types import Numerics
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class _Plan:
     dtype: torch.dtype
     device: torch.device
     eos_token_ids: frozenset[int]
+    numerics: Numerics
 
 
 def load_model(
@@ -75,6 +78,7 @@ def load_model(
     max_model_len: int | None = None,
     revision: str | None = None,
     tokenizer: str | None = None,
+    numerics: Numerics = "fast",
 ) -> LoadedModel:
     """Load a decoder-only model.
 
@@ -86,10 +90,11 @@ def load_model(
         max_model_len: tokens of the longest sequence; None for all the model allows.
         revision: of a hub model.
         tokenizer: folder or hub id of a tokenizer other than the model's own.
+        numerics: `exact` for logits that do not depend, in any bit, on what else is computed in a step.
 
     Raises:
         ModelError: not found, broken, or not supported, with the reason and a way out.
-        ConfigError: `max_model_len` is more than the model has positions.
+        ConfigError: `max_model_len` is more than the model has positions, or `exact` numerics is not to be had.
     """
     checkpoint = locate(model, revision)
     with quiet_transformers():
@@ -106,8 +111,11 @@ def load_model(
             dtype=resolve_dtype(dtype, checkpoint, config, device),
             device=device,
             eos_token_ids=eos_token_ids(checkpoint, config, loaded_tokenizer),
+            numerics=numerics,
         )
         family = family_config(architecture, config)
+        if numerics == "exact":
+            _check_exact(plan, family)
         loaded: CausalLM = _load_other(plan) if family is None else _load_family(plan, family)
     log.info("%s: %s in %s on %s, %d tokens", checkpoint.name, architecture, plan.dtype, device, length)
     return LoadedModel(
@@ -117,6 +125,23 @@ def load_model(
         generation_defaults=generation_defaults(checkpoint),
         folder=checkpoint.folder,
     )
+
+
+def _check_exact(plan: _Plan, family: FamilyConfig | None) -> None:
+    """Refuse `exact` numerics where it cannot be kept, before any weight is read."""
+    if family is None:
+        raise ConfigError(
+            f"--numerics exact: {plan.architecture} runs on transformers' own module, whose operations may depend on "
+            "the batch in their last bits: use --numerics fast, or a model of the Llama family"
+        )
+    if plan.device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--numerics exact is not available on {plan.device.type}: use --device cpu or cuda, or fast")
+    if plan.device.type == "cuda" and find_spec("triton") is None:
+        raise ConfigError("--numerics exact on a GPU needs triton: pip install 'kvikk[cuda]', or use --numerics fast")
+    if plan.device.type == "cpu" and plan.dtype not in (torch.bfloat16, torch.float32):
+        raise ConfigError(
+            f"--numerics exact computes in bfloat16 and float32 on a CPU, not in {plan.dtype}: pass --dtype bfloat16"
+        )
 
 
 def _load_family(plan: _Plan, family: FamilyConfig) -> LlamaModel:
@@ -173,6 +198,7 @@ def _spec(plan: _Plan, *, shape: probe.Shape, vocabulary: int, digest: str) -> M
         fingerprint=digest,
         rope=rope_text(plan.config),
         eos_token_ids=plan.eos_token_ids,
+        numerics=plan.numerics,
     )
 
 

@@ -6,7 +6,8 @@ model's forward as an argument, and `kvikk.attention` implements it.
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -30,6 +31,44 @@ class AttentionStep(Protocol):
 
         Returns:
             `[tokens, q_heads, head_dim]` in q's dtype. Valid until the next call.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNorm:
+    """RMS norm of each head of Q and K before they are rotated.
+
+    Args:
+        q_weight, k_weight: `[head_dim]`.
+        eps: of the norm.
+        wide: multiply in fp32 and round once, instead of rounding before the product.
+    """
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    wide: bool
+
+
+@runtime_checkable
+class PackedAttentionStep(AttentionStep, Protocol):
+    """A step that also does what lies between the QKV projection and attention, faster than a model could."""
+
+    def attend_packed(
+        self, layer: int, heads: Tensor, rope: Tensor, *, scale: float, norm: HeadNorm | None = None
+    ) -> Tensor:
+        """Normalise and rotate Q and K, then do as `attend` does.
+
+        Args:
+            layer: index of the attention layer, from 0.
+            heads: `[tokens, q_heads + 2 * kv_heads, head_dim]`: Q, then K, then V, as the projection gives them.
+            rope: `[positions, 2, rotary_dim]`, cos and signed sin of all positions; the step knows its own.
+            scale: factor on `q @ k`.
+            norm: of the heads; None: the architecture has none.
+
+        Returns:
+            `[tokens, q_heads, head_dim]`. Valid until the next call.
         """
         ...
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvikk.geometry import KVGeometry
+from kvikk.types import Numerics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class ModelSpec:
         fingerprint: names weights and config; equal only for equal models.
         rope: canonical text of the rotary config, as it enters prefix keys.
         eos_token_ids: the tokens that end a text.
+        numerics: what the model was made for; one for `exact` serves an engine of either.
     """
 
     name: str
@@ -38,6 +40,7 @@ class ModelSpec:
     fingerprint: str
     rope: str
     eos_token_ids: frozenset[int]
+    numerics: Numerics = "fast"
 
     @property
     def layers(self) -> int:

@@ -22,7 +22,7 @@ from kvikk.attention.cpu.work import plan_work
 from kvikk.attention.plan import IntArray, QueryRun, Schedule, plan_step
 from kvikk.errors import ConfigError
 from kvikk.memory.storage import KVStore
-from kvikk.types import NULL_BLOCK, Position
+from kvikk.types import NULL_BLOCK, Numerics, Position
 
 SPLIT_SLOTS: Final = 256
 """Slots of one split of a single query, rounded down to whole pages. By position only, never by load, so that a row's
@@ -78,12 +78,13 @@ class CpuBackend:
     """Compiled attention for a pool in CPU memory, in fp32, bf16 or fp16.
 
     A row's result does not depend on the other rows of the step, on the number of threads, or on how a prompt was cut
-    into runs of 2 and more positions, bit for bit. A run of one position uses another kernel than longer runs: the two
-    agree up to rounding.
+    into runs of 2 and more positions, bit for bit. In `fast` numerics a run of one position uses another kernel than
+    longer runs, and the two agree up to rounding; in `exact` there is one kernel and one result.
 
     Args:
         store: the pool.
         threads: how many to use; torch's own number when None.
+        numerics: whether a position computed alone must have the bits of the same position in a longer run.
 
     Raises:
         CpuUnavailableError: numba or torch's OpenMP cannot be used, or the pool is not on the CPU or of another type.
@@ -91,7 +92,7 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, store: KVStore, *, threads: int | None = None) -> None:
+    def __init__(self, store: KVStore, *, threads: int | None = None, numerics: Numerics = "fast") -> None:
         g = store.geometry
         if store.device.type != "cpu" or g.dtype not in _STORAGE:
             raise CpuUnavailableError(
@@ -100,6 +101,7 @@ class CpuBackend:
             )
         self.store = store
         self.threads = threads or torch.get_num_threads()
+        self.numerics = numerics
         self._openmp = _torch_openmp()
         try:
             from kvikk.attention.cpu import kernels, table  # numba takes a second to import: only when it is used
@@ -210,7 +212,10 @@ class CpuStep:
         tile_rows = -(-tile_positions * group // kernels.ROWS) * kernels.ROWS
         split_slots = -(-backend._split_pages * g.page_size // 16) * 16
         if key not in self._work:
-            work = plan_work(schedule, kv_heads, backend._split_pages * g.page_size, tile_positions)
+            work = plan_work(
+                schedule, kv_heads, backend._split_pages * g.page_size, tile_positions,
+                tiles_only=backend.numerics == "exact",
+            )  # fmt: skip
             scratch_bytes = kernels.scratch_bytes(g.head_dim, group, split_slots, tile_rows)
             scratch = backend.buffer("scratch", scratch_bytes * backend.threads + _ALIGNMENT, torch.uint8)
             partials = backend.buffer(

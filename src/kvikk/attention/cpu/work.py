@@ -20,7 +20,9 @@ class Work:
     size: int  # query positions times slots, over all KV heads
 
 
-def plan_work(schedule: Schedule, kv_heads: int, split_slots: int, tile_positions: int) -> Work:
+def plan_work(
+    schedule: Schedule, kv_heads: int, split_slots: int, tile_positions: int, *, tiles_only: bool = False
+) -> Work:
     """Cut the runs into items: the latest query tiles, which see most keys, first, then splits of single queries.
 
     Args:
@@ -28,14 +30,16 @@ def plan_work(schedule: Schedule, kv_heads: int, split_slots: int, tile_position
         kv_heads: of the layers that this is for.
         split_slots: slots of one split of a single query.
         tile_positions: positions of one tile of a longer run.
+        tiles_only: a single query is a tile too, of one position.
     """
+    singles = () if tiles_only else schedule.decode
     tiles = [
         (index, first, min(first + tile_positions, schedule.runs[index].stop))
-        for index in schedule.multi
+        for index in (range(len(schedule.runs)) if tiles_only else schedule.multi)
         for first in range(schedule.runs[index].start, schedule.runs[index].stop, tile_positions)
     ]
     tiles.sort(key=lambda tile: -tile[2])
-    decode = np.array(schedule.decode, dtype=np.int64)
+    decode = np.array(singles, dtype=np.int64)
     stops = schedule.starts[decode] + 1
     counts = -(-stops // split_slots)
     firsts = np.zeros(len(decode), dtype=np.int64)

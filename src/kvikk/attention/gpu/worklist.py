@@ -1,0 +1,216 @@
+"""Attention by work list: plan once a step on the device, then one or two launches a layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvikk.attention.gpu.attend import Bias, Partials, Tile, attend_items
+from kvikk.attention.gpu.merge import merge_items
+from kvikk.attention.gpu.planner import Chunking, WorkList, plan_items
+from kvikk.attention.gpu.rows import DecodeRows, RunRows
+from kvikk.memory.storage import KVStore
+from kvikk.types import Numerics
+
+EXACT_ROWS = 64
+EXACT_PART = 512
+"""Tile and parts of exact numerics: the same for every query, however it is computed."""
+LONG_RUNS = 256
+"""Tokens of a step from which on larger tiles pay."""
+PROCESSORS = 132
+"""Of an H200, for which the numbers of programs at once were measured; on other devices they are a guess."""
+
+
+class WorkListAttention:
+    """Plans and attends rows of one kind; holds the buffers, so that a captured graph stays valid.
+
+    Args:
+        store: the pool.
+        q_heads: of every layer.
+        rows: the most rows (or runs) of a step.
+        tokens: the most queries of a step.
+        max_slots: the most slots of a row, body and tail.
+        tile: how an item is computed.
+        chunking: how lanes are cut.
+        ragged: whether rows may have bodies, which need a plan for each layer.
+        partials: of a list that is not used at the same time, to share its memory; None makes them.
+    """
+
+    name = "worklist"
+
+    def __init__(
+        self,
+        store: KVStore,
+        q_heads: int,
+        *,
+        rows: int,
+        tokens: int,
+        max_slots: int,
+        tile: Tile,
+        chunking: Chunking,
+        ragged: bool = False,
+        partials: Partials | None = None,
+    ) -> None:
+        geometry = store.geometry
+        self.store = store
+        self.kv_heads = max(geometry.kv_heads)
+        self.group = q_heads // self.kv_heads
+        self.tile = tile
+        self.chunking = chunking
+        tiles = self.kv_heads * (rows + (tokens - rows) // chunking.tile_queries)
+        self.work = WorkList.make(
+            chunking,
+            plans=geometry.layers if ragged else 1,
+            pairs=rows * self.kv_heads,
+            tiles=tiles,
+            slots=tiles * max_slots,
+            device=store.device,
+        )
+        used = self.group if chunking.tile_queries == 1 else tile.rows
+        if partials is not None and partials.fits(self.work.cut_capacity, used):
+            self.partials = partials
+        else:
+            self.partials = Partials.make(
+                capacity=self.work.cut_capacity, rows=used, head_dim=geometry.head_dim, device=store.device
+            )
+        self._rows: DecodeRows | RunRows | None = None
+
+    def plan(self, rows: DecodeRows | RunRows) -> None:
+        """See `DecodeRoute.plan`. Rows with bodies need `ragged`."""
+        if rows.bodies is not None and self.work.items.shape[0] == 1 < self.store.geometry.layers:
+            raise ValueError("rows have bodies: make the work list with ragged=True")
+        self._rows = rows
+        plan_items(self.work, rows, self.chunking, kv_heads=self.kv_heads, page_size=self.store.geometry.page_size)
+
+    def attend(
+        self, layer: int, q: Tensor, out: Tensor, *, scale: float, lse: Tensor | None = None, bias: Bias | None = None
+    ) -> None:
+        """See `DecodeRoute.attend`; q and out have a row for each token, `lse` and `bias` are those of `attend_items`."""
+        if self._rows is None:
+            raise ValueError("attend comes after plan")
+        attend_items(
+            self.work, self.partials, self._rows, self.store, layer, q, out,
+            tile=self.tile, scale=scale, lse=lse, bias=bias,
+        )  # fmt: skip
+        merge_items(self.work, self.partials, layer, out, tile=self.tile, group=self.group, lse=lse)
+
+
+class WorkListDecode(WorkListAttention):
+    """A `DecodeRoute` of our own kernels: rows with one query each.
+
+    Args:
+        store: the pool.
+        q_heads: of every layer.
+        rows: the most rows of a batch.
+        max_slots: the most slots of a row; None: as many as the pool has.
+        ragged: whether rows may have bodies.
+        numerics: `exact`: a query's bits do not depend on the rows beside it, nor on how it is computed.
+        partials: as of `WorkListAttention`.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        q_heads: int,
+        rows: int,
+        *,
+        max_slots: int | None = None,
+        ragged: bool = False,
+        numerics: Numerics = "fast",
+        partials: Partials | None = None,
+    ) -> None:
+        geometry = store.geometry
+        group = q_heads // max(geometry.kv_heads)
+        tile = exact_tile(group, store) if numerics == "exact" else decode_tile(group, store)
+        super().__init__(
+            store,
+            q_heads,
+            rows=rows,
+            tokens=rows,
+            max_slots=max_slots or store.blocks * geometry.page_size,
+            tile=tile,
+            chunking=Chunking(
+                tile_queries=1,
+                tile_slots=tile.slots,
+                residents=PROCESSORS * (5 if geometry.head_dim * geometry.dtype.itemsize <= 128 else 3),
+                part=tile.part,
+            ),
+            ragged=ragged,
+            partials=partials,
+        )
+
+
+class WorkListRuns(WorkListAttention):
+    """Runs of several queries: chunks of prompts, holes, verification.
+
+    Args:
+        store: the pool.
+        q_heads: of every layer.
+        runs: the most runs of a step.
+        tokens: the most queries of a step.
+        max_slots: the most slots of a row.
+        ragged: whether rows may have bodies.
+        numerics: as of `WorkListDecode`.
+        partials: as of `WorkListAttention`.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        q_heads: int,
+        *,
+        runs: int,
+        tokens: int,
+        max_slots: int,
+        ragged: bool = False,
+        numerics: Numerics = "fast",
+        partials: Partials | None = None,
+    ) -> None:
+        group = q_heads // max(store.geometry.kv_heads)
+        tile = exact_tile(group, store) if numerics == "exact" else run_tile(group, store, tokens)
+        chunking = Chunking(
+            tile_queries=tile.queries(group), tile_slots=tile.slots, residents=2 * PROCESSORS, waves=2, part=tile.part
+        )
+        super().__init__(
+            store, q_heads,
+            rows=runs, tokens=tokens, max_slots=max_slots, tile=tile, chunking=chunking, ragged=ragged,
+            partials=partials,
+        )  # fmt: skip
+
+
+def decode_tile(group: int, store: KVStore) -> Tile:
+    """For single queries: as few rows as the matrix units take, as many slots as fit on chip three times."""
+    slots = 128 * 2 // store.geometry.dtype.itemsize
+    if store.geometry.head_dim > 128:
+        slots //= 2
+    return Tile(rows=_rows(16, group), slots=slots, warps=4, stages=3, overlap=can_overlap(store.device))
+
+
+def run_tile(group: int, store: KVStore, tokens: int) -> Tile:
+    """For several queries; large tiles for long prompts. Measured on an H200 for heads of 64 and of 128."""
+    geometry = store.geometry
+    rows, slots, warps, stages = 64, 64, 4, 3
+    if geometry.head_dim > 128 or geometry.dtype == torch.float32:
+        slots, stages = 32, 2
+    elif tokens >= LONG_RUNS:
+        rows, slots, warps, stages = (64, 128, 4, 2) if geometry.head_dim <= 64 else (128, 128, 8, 3)
+    return Tile(rows=_rows(rows, group), slots=slots, warps=warps, stages=stages, overlap=can_overlap(store.device))
+
+
+def exact_tile(group: int, store: KVStore) -> Tile:
+    """The one tile of exact numerics."""
+    geometry = store.geometry
+    small = geometry.head_dim > 128 or geometry.dtype == torch.float32
+    return Tile(
+        rows=_rows(EXACT_ROWS, group), slots=32 if small else 64, warps=4, stages=2, part=EXACT_PART,
+        overlap=can_overlap(store.device),
+    )  # fmt: skip
+
+
+def _rows(rows: int, group: int) -> int:
+    return max(rows, 1 << (group - 1).bit_length())
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether a kernel can start while the one before it ends."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
