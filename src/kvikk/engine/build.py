@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from kvikk.attention import attention_backend
+from kvikk.attention import AttentionBackend, attention_backend
 from kvikk.engine.config import EngineConfig
 from kvikk.engine.core import Engine
 from kvikk.engine.limits import EngineLimits
 from kvikk.engine.runner import ModelRunner
+from kvikk.engine.step import Runner
 from kvikk.errors import ConfigError
 from kvikk.geometry import KVGeometry
 from kvikk.grammar import GrammarCompiler
 from kvikk.memory import KVStore, check_device, format_bytes, pool_blocks
-from kvikk.models import LoadedModel, load_model
+from kvikk.models import CausalLM, LlamaModel, LoadedModel, load_model
 from kvikk.prefix import KeySpace
 
 logger = logging.getLogger(__name__)
@@ -86,18 +87,20 @@ def build_engine(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, Cap
     """Make the pool, the attention backend and the engine for a model.
 
     Raises:
-        ConfigError: the memory is too small, or the length does not fit it.
+        ConfigError: the memory is too small, the length does not fit it, or the model was loaded for other numerics.
     """
     model = loaded.model
     spec = model.spec
+    if config.numerics == "exact" and spec.numerics != "exact":
+        raise ConfigError(f"--numerics exact: {spec.name} was loaded for {spec.numerics}: load it for exact as well")
     geometry = spec.geometry(config.memory.block_size)
     device = config.model.torch_device()
     blocks = pool_blocks(config.memory, geometry, device)
     capacity = plan_capacity(loaded, config, blocks, geometry)
     store = KVStore(geometry, blocks + 1, device)
-    backend = attention_backend("auto", store)
+    backend = attention_backend("auto", store, numerics=config.numerics)
     backend.warm_up()
-    runner = ModelRunner(model, store, backend)
+    runner = _runner(model, store, backend, config, capacity)
     keyspace = KeySpace(
         model=spec.fingerprint,
         rope=spec.rope,
@@ -114,6 +117,28 @@ def build_engine(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, Cap
     logger.info("%s", capacity)
     grammars = GrammarCompiler(loaded.tokenizer, spec.vocabulary, spec.eos_token_ids)
     return Engine(config, limits, keyspace, blocks, runner, grammars=grammars), capacity
+
+
+def _runner(
+    model: CausalLM, store: KVStore, backend: AttentionBackend, config: EngineConfig, capacity: Capacity
+) -> Runner:
+    """What computes the steps: captured graphs where GPU and model can, else the model called step by step."""
+    if backend.name != "triton" or not isinstance(model, LlamaModel) or store.device.type != "cuda":
+        return ModelRunner(model, store, backend)
+    from kvikk.engine.gpu.runner import GpuRunner  # imports triton
+
+    runner = GpuRunner(
+        model,
+        store,
+        backend,
+        max_rows=config.scheduler.max_num_seqs,
+        max_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=capacity.max_model_len,
+        numerics=config.numerics,
+        enforce_eager=config.enforce_eager,
+    )
+    runner.warm_up()
+    return runner
 
 
 def load_engine(config: EngineConfig) -> tuple[LoadedModel, Engine, Capacity]:
@@ -133,5 +158,6 @@ def load_engine(config: EngineConfig) -> tuple[LoadedModel, Engine, Capacity]:
         max_model_len=chosen.max_model_len,
         revision=chosen.revision,
         tokenizer=chosen.tokenizer,
+        numerics=config.numerics,
     )
     return loaded, *build_engine(loaded, config)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from kvikk.errors import ConfigError
 from kvikk.memory import MemoryConfig
 from kvikk.models.config import ModelConfig
+from kvikk.types import Numerics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,9 @@ class EngineConfig:
         scheduler: rows and tokens of a step.
         memory: the KV pool.
         enable_prefix_caching: keep finished blocks for requests that start alike.
-        numerics: `fast`; `exact` (bitwise the same in any batch) is not built yet and is refused.
+        numerics: `fast`, or `exact`: texts and log-probabilities are the same to the bit alone and in any batch, cached
+            and computed, in any chunks and after preemption; slower, and for the Llama family only.
+        enforce_eager: on a GPU, capture no graphs: a faster start and less memory, and slower steps.
         seed: of the seeds that requests without one are given.
     """
 
@@ -58,9 +60,6 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     enable_prefix_caching: bool = True
-    numerics: Literal["fast", "exact"] = "fast"
+    numerics: Numerics = "fast"
+    enforce_eager: bool = False
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.numerics == "exact":
-            raise ConfigError("--numerics exact is not available yet: it comes with the GPU kernels; use fast")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -17,7 +18,7 @@ from kvikk.engine.request import FinishReason, Request, Row
 from kvikk.engine.sampler import SampledToken
 from kvikk.engine.sampling_params import SamplingParams
 from kvikk.engine.scheduler import Scheduler
-from kvikk.engine.step import RowResult, Runner, ScheduledRow, StepPlan
+from kvikk.engine.step import AheadRunner, PendingStep, RowResult, Runner, ScheduledRow, StepPlan
 from kvikk.errors import ConfigError, InvalidRequest, KvikkError, StepFailed
 from kvikk.grammar import Grammar, GrammarCompiler
 from kvikk.memory import BlockPool
@@ -41,6 +42,14 @@ class EngineOutput:
     stop_token_id: int | None = None
     error: KvikkError | None = None
     prompt_logprobs: list[tuple[Logprob, ...] | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that was started and not read yet."""
+
+    plan: StepPlan
+    step: PendingStep
 
 
 class Engine:
@@ -97,6 +106,8 @@ class Engine:
         # A head can be smaller than the tokenizer thinks: an end token that cannot be sampled is none.
         self._eos = frozenset(token for token in limits.eos_token_ids if token < limits.vocabulary)
         self._requests: dict[str, Request] = {}
+        self._ahead = runner if isinstance(runner, AheadRunner) else None
+        self._in_flight: deque[_InFlight] = deque()
         self._idle_steps = 0
 
     @property
@@ -187,26 +198,85 @@ class Engine:
         return request_id in self._requests
 
     def step(self) -> list[EngineOutput]:
-        """Compute one batch. Returns the new tokens and ends, in the order of the batch."""
+        """Compute one batch. Returns the new tokens and ends, in the order of the batch.
+
+        Where the runner can, a step is started before the one before it has been read: what is returned is then that
+        one's, and the host works while the device does.
+        """
+        outputs = self._collect(down_to=1)
         plan = self.scheduler.schedule()
         if not plan.rows:
-            return self._note_idle(plan)
+            return outputs + (self._collect() if self._in_flight else self._note_idle(plan))
         self._idle_steps = 0
         self._note_start(plan)
         try:
-            computed = self._runner.execute(plan)
+            started = self._ahead.launch(plan) if self._ahead is not None else None
         except Exception as error:
-            logger.exception("step %d failed with %d rows", self.steps, len(plan.rows))
-            failure = StepFailed(f"the step failed: {error!r}")
-            return [out for s in plan.rows for out in self._fail(s.row, failure)]
+            return outputs + self._collect() + self._fail_step(plan, error)
         except BaseException:  # interrupted: as if the step had not been planned
             self.scheduler.roll_back(plan)
             raise
+        if started is None:
+            return outputs + self._collect() + self._execute(plan)
+        self._in_flight.append(_InFlight(plan, started))
+        for scheduled in plan.rows:
+            if scheduled.samples:
+                self._expect(scheduled.row)
+        return outputs + self._collect(down_to=1)
+
+    def _execute(self, plan: StepPlan) -> list[EngineOutput]:
+        """Compute a step and read it."""
+        rows = [scheduled for scheduled in plan.rows if scheduled.row.finish_reason is None]
+        if len(rows) < len(plan.rows):  # some ended when the step before was read
+            plan = replace(plan, rows=rows)
+        if not rows:
+            return []
+        try:
+            computed = self._runner.execute(plan)
+        except Exception as error:
+            return self._fail_step(plan, error)
+        except BaseException:
+            self.scheduler.roll_back(plan)
+            raise
+        return self._take(plan, computed)
+
+    def _collect(self, *, down_to: int = 0) -> list[EngineOutput]:
+        """Read the steps in flight, the oldest first, until so many are left."""
+        outputs: list[EngineOutput] = []
+        while len(self._in_flight) > down_to:
+            plan, step = self._in_flight[0].plan, self._in_flight[0].step
+            try:
+                computed = step.results()
+            except Exception as error:
+                self._in_flight.popleft()
+                for scheduled in plan.rows:  # blocks may have been indexed when the step was started
+                    self.prefix.discard(scheduled.row.blocks)
+                outputs += self._fail_step(plan, error)
+            else:
+                self._in_flight.popleft()
+                outputs += self._take(plan, computed)
+        return outputs
+
+    def _take(self, plan: StepPlan, computed: list[RowResult]) -> list[EngineOutput]:
+        """Hand a step's results to its rows; some may have ended since it was started."""
         self.steps += 1
         self.computed_tokens += plan.tokens
-        results = list(zip(plan.rows, computed, strict=True))
+        both = zip(plan.rows, computed, strict=True)
+        results = [(scheduled, result) for scheduled, result in both if scheduled.row.finish_reason is None]
         self.scheduler.commit(s.row for s, result in results if result.tokens or not s.samples)
-        return [out for s, result in results for out in self._advance(s, result)]
+        return [out for scheduled, result in results for out in self._advance(scheduled, result)]
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> list[EngineOutput]:
+        logger.error("step %d failed with %d rows", self.steps, len(plan.rows), exc_info=error)
+        failure = StepFailed(f"the step failed: {error!r}")
+        rows = [scheduled.row for scheduled in plan.rows if scheduled.row.finish_reason is None]
+        return [out for row in rows for out in self._fail(row, failure)]
+
+    def _expect(self, row: Row) -> None:
+        """A row's next token is on its way."""
+        length = len(row.tokens) + 1
+        generated = length - len(row.request.prompt_token_ids)
+        row.expect(is_last=generated == row.request.params.max_tokens or length >= self.limits.max_model_len)
 
     def check(self) -> None:
         """Recount all memory.
@@ -249,7 +319,7 @@ class Engine:
             return []
         if not result.tokens:
             return self._fail(row, self._why_no_token(row))
-        is_first = len(row.tokens) == len(request.prompt_token_ids)
+        is_first = row.known == len(request.prompt_token_ids)
         rows = [row]
         if len(result.tokens) > 1:
             row.unforked = 1
@@ -271,12 +341,12 @@ class Engine:
         row.append(token.token_id)
         if row.grammar is not None:
             row.grammar.advance(token.token_id)
-        generated = len(row.tokens) - len(request.prompt_token_ids)
+        generated = row.known - len(request.prompt_token_ids)
         is_end_token = token.token_id in request.stop_ids and generated >= params.min_tokens
         reason = None
         if is_end_token or (row.grammar is not None and row.grammar.is_complete):
             reason = FinishReason.STOP
-        elif generated == params.max_tokens or len(row.tokens) >= self.limits.max_model_len:
+        elif generated == params.max_tokens or row.known >= self.limits.max_model_len:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._finish(row, reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvikk.attention.plan import QueryRun
 from kvikk.engine.history import TokenHistory
@@ -13,6 +13,9 @@ from kvikk.engine.sampling_params import SamplingParams
 from kvikk.grammar import Grammar
 from kvikk.prefix import extend_keys
 from kvikk.types import BlockId, BlockKey, Position
+
+UNKNOWN: Final = -1
+"""Stands for a token that is on the device only."""
 
 
 class FinishReason(StrEnum):
@@ -96,6 +99,8 @@ class Row:
     """Kept for penalties alone."""
     grammar: Grammar | None = None
     """The state after all tokens of the text."""
+    pending: int = 0
+    """Tokens at the end of `tokens` that are sampled on the device and not known here yet."""
     waits_for: BlockKey | None = None
     is_running: bool = False
     finish_reason: FinishReason | None = None
@@ -116,16 +121,39 @@ class Row:
         return sum(stop - start for start, stop in self.segments)
 
     @property
+    def known(self) -> int:
+        """Tokens whose values are known."""
+        return len(self.tokens) - self.pending
+
+    @property
     def generated(self) -> list[int]:
         """Tokens after the prompt."""
         return self.tokens[len(self.request.prompt_token_ids) :]
 
+    def expect(self, *, is_last: bool) -> None:
+        """A token is being sampled: a place is kept for it. Unless it is the last, it is what the next step computes.
+
+        The device knows its value before the host does.
+        """
+        self.tokens.append(UNKNOWN)
+        self.pending += 1
+        self.segments = [] if is_last else [Segment(len(self.tokens) - 1, len(self.tokens))]
+
     def append(self, token: int) -> None:
-        """A sampled token: it is what the next step computes."""
-        self.tokens.append(token)
-        self.segments = [Segment(len(self.tokens) - 1, len(self.tokens))]
+        """A sampled token: it takes the first place that was kept, or is what the next step computes."""
+        if self.pending:
+            self.tokens[self.known] = token
+            self.pending -= 1
+        else:
+            self.tokens.append(token)
+            self.segments = [Segment(len(self.tokens) - 1, len(self.tokens))]
         if self.history is not None:
             self.history.append(token)
+
+    def settle(self) -> None:
+        """The row ends here: places that were kept stay empty."""
+        del self.tokens[self.known :]
+        self.pending = 0
 
     def fork(self, choice: int) -> Row:
         """Another text from here on; it holds no blocks yet."""
@@ -155,7 +183,7 @@ class Row:
 
     def full_block_keys(self, page_size: int) -> list[BlockKey]:
         """The keys of all full blocks of the tokens known now."""
-        full = extend_keys(self.keys, self.tokens, page_size)
+        full = extend_keys(self.keys, self.tokens, page_size, known=self.known)
         return self.keys[1 : full + 1]
 
     def reusable_keys(self, page_size: int) -> list[BlockKey]:

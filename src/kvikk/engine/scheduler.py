@@ -61,7 +61,9 @@ class Scheduler:
         if not self._prefix.enabled:
             return
         for row in rows:
-            complete = row.front // self._page_size
+            if not row.is_running:
+                continue
+            complete = min(row.front, row.known) // self._page_size
             if complete > row.indexed_blocks:
                 keys = row.full_block_keys(self._page_size)[row.indexed_blocks : complete]
                 for index, key in enumerate(keys, row.indexed_blocks):
@@ -89,6 +91,7 @@ class Scheduler:
     def remove(self, row: Row, reason: FinishReason) -> None:
         """A row has ended: its blocks go back."""
         row.finish_reason = reason
+        row.settle()
         if row.is_running:
             self._vacate(row)
             self.running.remove(row)
@@ -160,6 +163,8 @@ class Scheduler:
         for row in self.waiting[: self.config.max_num_seqs]:
             if plan.tokens >= self.config.max_num_batched_tokens or row.unforked > seats:
                 return
+            if row.pending:  # preempted while a token was being sampled: the next step knows it
+                continue
             if row.waits_for is not None and self._prefix.is_claimed([row.waits_for]):
                 continue
             keys = row.reusable_keys(self._page_size) if self._prefix.enabled else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvikk.attention.plan import QueryRun
 from kvikk.engine.logprobs import Logprob
@@ -59,6 +59,14 @@ class RowResult:
     prompt_logprobs: list[tuple[Logprob, ...]] = field(default_factory=list)
 
 
+class PendingStep(Protocol):
+    """A step that has been started."""
+
+    def results(self) -> list[RowResult]:
+        """Wait for it, and give what `Runner.execute` gives."""
+        ...
+
+
 class Runner(Protocol):
     """Computes a step: the model and its memory, or a simulation of them."""
 
@@ -70,5 +78,20 @@ class Runner(Protocol):
 
         Raises:
             Exception: the step failed as a whole; nothing of it counts.
+        """
+        ...
+
+
+@runtime_checkable
+class AheadRunner(Runner, Protocol):
+    """A runner that can start a step before the results of the one before it are known to the host."""
+
+    def launch(self, plan: StepPlan) -> PendingStep | None:
+        """Start a step and return; tokens that are not known yet are taken from where the last step left them.
+
+        Steps run one after another, in the order in which they were started.
+
+        Returns:
+            None when the host has a say in the step's tokens, so that it must be executed: nothing was done.
         """
         ...

@@ -55,13 +55,19 @@ def child_key(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
     return BlockKey(blake2b(parent + ids.tobytes(), digest_size=KEY_BYTES).digest())
 
 
-def extend_keys(keys: list[BlockKey], token_ids: Sequence[int], page_size: int) -> int:
+def extend_keys(keys: list[BlockKey], token_ids: Sequence[int], page_size: int, *, known: int | None = None) -> int:
     """Append to `keys`, which starts with a root, the keys of the full blocks that it lacks.
 
+    Args:
+        keys: extended.
+        token_ids: of the sequence.
+        page_size: tokens of a block.
+        known: tokens to look at, from the first; None: all.
+
     Returns:
-        How many full blocks `token_ids` has: their keys are `keys[1 : full + 1]`.
+        How many full blocks these have: their keys are `keys[1 : full + 1]`.
     """
-    full = len(token_ids) // page_size
+    full = (len(token_ids) if known is None else known) // page_size
     for index in range(len(keys) - 1, full):
         keys.append(child_key(keys[-1], token_ids[index * page_size : (index + 1) * page_size]))
     return full

@@ -1,0 +1,159 @@
+"""The step descriptor: everything irregular about a step, packed by the host into one buffer that is copied once.
+
+Layout, in int32 words: a header; `singles` records for rows with one query; `runs` records for rows with several; the
+`outputs` whose next token is wanted; the token ids of the runs; then, as many as there are, sampling commands and
+table writes. Captured graphs read it at fixed places; what comes last is found through the header.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+HEADER: Final = 8
+"""Words: table writes, where they begin, sampling commands, where they begin, runs."""
+SINGLE: Final = 4
+"""Words of a single: seat, flags, token, position."""
+RUN: Final = 4
+"""Words of a run: seat, first position, tokens, first token (negated and less one: K and V are not stored)."""
+OUTPUT: Final = 2
+"""Words of an output: token of the step, seat (-1: there is no such output)."""
+COMMAND: Final = 8
+"""Words of a sampling command: seat, temperature, top-k, top-p, min-p, seed (two words), choice."""
+WRITE: Final = 2
+"""Words of a table write: place in the flattened tables, block."""
+
+IS_ROW: Final = 1
+FROM_DEVICE: Final = 2
+"""Token and position are those that the device holds for the seat."""
+IS_STORED: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """How much a step can hold; a graph is captured for each.
+
+    Args:
+        singles: rows with one query.
+        runs: rows with several.
+        tokens: queries of these runs.
+        outputs: tokens whose successor is sampled.
+    """
+
+    singles: int
+    runs: int
+    tokens: int
+    outputs: int
+
+    @property
+    def all_tokens(self) -> int:
+        """Tokens of the step, padding included."""
+        return self.singles + self.tokens
+
+    @property
+    def runs_at(self) -> int:
+        """Where the runs' records begin."""
+        return HEADER + SINGLE * self.singles
+
+    @property
+    def outputs_at(self) -> int:
+        """Where the outputs begin."""
+        return self.runs_at + RUN * self.runs
+
+    @property
+    def tokens_at(self) -> int:
+        """Where the runs' token ids begin."""
+        return self.outputs_at + OUTPUT * self.outputs
+
+    @property
+    def fixed_words(self) -> int:
+        """Words that every step of this shape has."""
+        return self.tokens_at + self.tokens
+
+
+@dataclass(slots=True)
+class StepContent:
+    """What the host says in one step, as plain numbers.
+
+    Args:
+        singles: flat, `SINGLE` numbers each.
+        runs: flat, `RUN` numbers each.
+        outputs: flat, `OUTPUT` numbers each.
+        tokens: of the runs.
+        commands: flat, `COMMAND` numbers each.
+        writes: flat, `WRITE` numbers each.
+    """
+
+    singles: list[int] = field(default_factory=list)
+    runs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    commands: list[int] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)
+
+    def words(self, shape: StepShape) -> int:
+        """How long the packed descriptor is."""
+        return shape.fixed_words + len(self.commands) + len(self.writes)
+
+
+class DescriptorBuffer:
+    """Pinned words on the host and their copy on the device, each filled anew for every step.
+
+    Two host buffers take turns, so that a step can be packed while the copy of the one before it is on its way.
+
+    Args:
+        words: of each buffer.
+        device: of the copy.
+    """
+
+    def __init__(self, words: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self.device_words: Tensor = torch.zeros(words, dtype=torch.int32, device=device)
+        self._host = [torch.zeros(words, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
+        self._arrays: list[NDArray[np.int32]] = [host.numpy() for host in self._host]
+        self._copied = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
+        self._turn = 0
+
+    @property
+    def words(self) -> int:
+        """Words that fit."""
+        return len(self.device_words)
+
+    def send(self, content: StepContent, shape: StepShape) -> None:
+        """Pack a step and start its copy to the device: the only one of the step."""
+        self._turn ^= 1
+        array, event = self._arrays[self._turn], self._copied[self._turn]
+        if event is not None:
+            event.synchronize()
+        used = _pack(array, content, shape)
+        self.device_words[:used].copy_(self._host[self._turn][:used], non_blocking=True)
+        if event is not None:
+            event.record()
+
+
+def _pack(array: NDArray[np.int32], content: StepContent, shape: StepShape) -> int:
+    """Write a step's words; returns how many."""
+    commands_at = shape.fixed_words
+    writes_at = commands_at + len(content.commands)
+    end = writes_at + len(content.writes)
+    runs = len(content.runs) // RUN
+    array[:HEADER] = 0
+    array[:5] = (len(content.writes) // WRITE, writes_at, len(content.commands) // COMMAND, commands_at, runs)
+    for at, stop, numbers, spare in (
+        (HEADER, shape.runs_at, content.singles, 0),
+        (shape.runs_at, shape.outputs_at, content.runs, 0),
+        (shape.outputs_at, shape.tokens_at, content.outputs, -1),
+        (shape.tokens_at, commands_at, content.tokens, 0),
+        (commands_at, writes_at, content.commands, 0),
+        (writes_at, end, content.writes, 0),
+    ):
+        filled = at + len(numbers)
+        array[at:filled] = numbers
+        if filled < stop:
+            array[filled:stop] = spare
+    return end

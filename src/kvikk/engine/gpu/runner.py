@@ -1,0 +1,288 @@
+"""Computes steps on a GPU: packs the descriptor, launches the graph of the step's shape, reads the tokens."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from kvikk.attention import AttentionBackend
+from kvikk.engine.gpu.descriptor import (
+    COMMAND,
+    FROM_DEVICE,
+    IS_ROW,
+    IS_STORED,
+    RUN,
+    SINGLE,
+    DescriptorBuffer,
+    StepContent,
+    StepShape,
+)
+from kvikk.engine.gpu.program import Machine, StepProgram, Workspace
+from kvikk.engine.gpu.seats import Mirror, SeatMap
+from kvikk.engine.gpu.state import SeatState
+from kvikk.engine.request import Row
+from kvikk.engine.runner import ModelRunner, sampling_tasks
+from kvikk.engine.sampler import SampledToken, sample
+from kvikk.engine.step import RowResult, ScheduledRow, StepPlan
+from kvikk.memory import KVStore
+from kvikk.models import CausalLM
+from kvikk.types import Numerics
+
+log = logging.getLogger(__name__)
+
+TABLE_WRITES: Final = 2**16
+"""Table entries that a descriptor can carry; a step that admits rows with more writes the rest directly."""
+KEPT_SHAPES: Final = 12
+"""Shapes of uncaptured steps whose buffers are kept."""
+GRAPH_TOKENS: Final = 512
+"""Steps with prompts are captured up to here; longer ones keep the GPU busy while they are launched."""
+
+
+def decode_sizes(rows: int) -> list[int]:
+    """Numbers of rows that graphs are captured for, smallest first; the last is `rows`."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), *range(320, 1025, 64)]
+    return [*(size for size in sizes if size < rows), rows]
+
+
+class GpuRunner:
+    """A `Runner` whose steps are captured graphs where their shape is one of a few, and the same kernels else.
+
+    Args:
+        model: of kvikk's own family module, on the store's device.
+        store: the pool's bytes.
+        backend: attention over that store, for steps that score prompts.
+        max_rows: rows of a step.
+        max_tokens: computed tokens of a step.
+        max_model_len: tokens of the longest sequence.
+        numerics: of attention; the model is made for the same.
+        enforce_eager: capture nothing.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        store: KVStore,
+        backend: AttentionBackend,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        max_model_len: int,
+        numerics: Numerics = "fast",
+        enforce_eager: bool = False,
+    ) -> None:
+        is_cuda = store.device.type == "cuda"
+        page = store.geometry.page_size
+        max_blocks = -(-max_model_len // page)
+        seats = 2 * max_rows  # a row that is not in a step may come back in the next
+        self._plain = ModelRunner(model, store, backend)
+        self._store = store
+        self._max_rows = max_rows
+        self._sizes = decode_sizes(max_rows)
+        self._seats = SeatMap(seats, max_blocks)
+        largest = StepShape(singles=max_rows, runs=max_tokens, tokens=2 * max_tokens, outputs=2 * max_rows)
+        words = largest.fixed_words + COMMAND * max_rows + 2 * TABLE_WRITES
+        self._descriptor = DescriptorBuffer(words, store.device)
+        self._machine = Machine(
+            model=model,
+            store=store,
+            state=SeatState(seats, max_blocks, store.device),
+            words=self._descriptor.device_words,
+            numerics=numerics,
+            workspace=Workspace(),
+        )
+        self._captured: dict[StepShape, StepProgram] = {}
+        self._eager: dict[StepShape, StepProgram] = {}
+        self._captures = is_cuda and not enforce_eager
+        self._tokens = [torch.zeros(2 * max_rows, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
+        self._done = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
+        self._turn = 0
+        self.copies = 0
+        """Host to device copies of descriptors so far, and of tables beside them."""
+
+    def warm_up(self, *, progress: bool = True) -> None:
+        """Capture the graphs, largest first, so that the smaller ones share its memory."""
+        if not self._captures:
+            return
+        shapes = [_decode_shape(size) for size in self._sizes]
+        tokens = [size for size in (64, 128, 256, 512) if size <= GRAPH_TOKENS]
+        for singles in (0, *(size for size in (16, 64) if size < self._max_rows), self._max_rows):
+            shapes += [_mixed_shape(singles, size, size_runs(size), min(64, self._max_rows)) for size in tokens]
+        shapes.sort(key=lambda shape: (shape.runs > 0, shape.all_tokens), reverse=True)
+        for shape in tqdm(shapes, desc="capturing graphs", disable=not progress, leave=False):
+            self._descriptor.send(StepContent(), shape)
+            program = StepProgram(self._machine, shape)
+            program.capture()
+            self._captured[shape] = program
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> list[RowResult]:
+        """See `engine.step.Runner`."""
+        if any(scheduled.scores for scheduled in plan.rows):
+            self._seats.forget_positions(scheduled.row for scheduled in plan.rows)
+            return self._plain.execute(plan)
+        return self._start(plan).results()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StartedStep | None:
+        """See `engine.step.AheadRunner`."""
+        if all(not scheduled.scores and (not scheduled.samples or is_plain(scheduled)) for scheduled in plan.rows):
+            return self._start(plan)
+        return None
+
+    def _start(self, plan: StepPlan) -> StartedStep:
+        self._store.copy_blocks(plan.copies)
+        content, sampled = self._describe(plan)
+        program = self._program(content, len(sampled))
+        self._send(content, program.shape)
+        program.launch()
+        self._turn ^= 1
+        tokens = self._tokens[self._turn][: len(sampled)]
+        tokens.copy_(program.result[: len(sampled)], non_blocking=True)
+        done = self._done[self._turn]
+        if done is not None:
+            done.record()
+        return StartedStep(plan, program, sampled, tokens, done)
+
+    def _describe(self, plan: StepPlan) -> tuple[StepContent, list[ScheduledRow]]:
+        """The step in numbers, and the rows that sample, in the order of the outputs."""
+        content = StepContent()
+        of_singles: list[tuple[ScheduledRow, Mirror, int]] = []
+        of_runs: list[tuple[ScheduledRow, Mirror, int]] = []
+        for scheduled in plan.rows:
+            row, runs = scheduled.row, scheduled.runs
+            mirror = self._seats.mirror(row, content.commands)
+            self._seats.write_table(mirror, content.writes)
+            if len(runs) == 1 and runs[0].length == 1:
+                run = runs[0]
+                flags = (IS_ROW | IS_STORED) if run.write else IS_ROW
+                if mirror.position == run.start:
+                    flags |= FROM_DEVICE
+                if scheduled.samples:
+                    of_singles.append((scheduled, mirror, len(content.singles) // SINGLE))
+                content.singles += (mirror.seat, flags, row.tokens[run.start], run.start)
+            else:
+                for run in runs:
+                    offset = len(content.tokens)
+                    content.runs += (mirror.seat, run.start, run.length, offset if run.write else -1 - offset)
+                    content.tokens += row.tokens[run.start : run.stop]
+                if scheduled.samples:
+                    of_runs.append((scheduled, mirror, len(content.tokens) - 1))
+        singles = self._singles_size(content)
+        of_runs = [(scheduled, mirror, singles + token) for scheduled, mirror, token in of_runs]
+        for scheduled, mirror, token in of_singles + of_runs:
+            content.outputs += (token, mirror.seat)
+            mirror.position = len(scheduled.row.tokens) if is_plain(scheduled) else -1
+        return content, [scheduled for scheduled, _, _ in of_singles + of_runs]
+
+    def _singles_size(self, content: StepContent) -> int:
+        """Rows with one query that the step's shape has room for."""
+        count = len(content.singles) // SINGLE
+        if not content.tokens:
+            return next(size for size in self._sizes if size >= count)
+        return next(size for size in (0, 16, 64, self._max_rows) if size >= count)
+
+    def _program(self, content: StepContent, outputs: int) -> StepProgram:
+        """The program of the smallest shape that holds the step."""
+        singles = self._singles_size(content)
+        if not content.tokens:
+            shape = _decode_shape(singles)
+        else:
+            tokens = max(64, _power_of_two(len(content.tokens)))
+            runs = max(size_runs(tokens), _power_of_two(len(content.runs) // RUN))
+            shape = _mixed_shape(singles, tokens, runs, max(min(64, self._max_rows), _power_of_two(outputs)))
+        if shape in self._captured:
+            return self._captured[shape]
+        program = self._eager.pop(shape, None) or StepProgram(self._machine, shape)
+        self._eager[shape] = program
+        if len(self._eager) > KEPT_SHAPES:
+            del self._eager[next(iter(self._eager))]
+        return program
+
+    def _send(self, content: StepContent, shape: StepShape) -> None:
+        if len(content.writes) > 2 * TABLE_WRITES:
+            writes = torch.tensor(content.writes, dtype=torch.int64).view(-1, 2).to(self._store.device)
+            self._machine.state.tables.view(-1)[writes[:, 0]] = writes[:, 1].int()
+            content.writes.clear()
+            self.copies += 1
+        self._descriptor.send(content, shape)
+        self.copies += 1
+
+
+@dataclass(frozen=True, slots=True)
+class StartedStep:
+    """A step on its way.
+
+    Args:
+        plan: what was asked for.
+        program: what computes it.
+        sampled: the rows that sample, in the order of the outputs.
+        tokens: `[outputs]` int32 on the host, filled when `done`; -1: there can be no token.
+        done: None where everything is done at once.
+    """
+
+    plan: StepPlan
+    program: StepProgram
+    sampled: list[ScheduledRow]
+    tokens: Tensor
+    done: torch.cuda.Event | None
+
+    def results(self) -> list[RowResult]:
+        """See `engine.step.PendingStep`."""
+        if self.done is not None:
+            self.done.synchronize()
+        drawn: dict[Row, list[SampledToken]] = {}
+        on_host = []
+        for place, (scheduled, token) in enumerate(zip(self.sampled, self.tokens.tolist(), strict=True)):
+            if not is_plain(scheduled):
+                on_host.append((place, scheduled))
+            elif token >= 0:
+                drawn[scheduled.row] = [SampledToken(token)]
+        if on_host:
+            drawn |= self._sample_on_host(on_host)
+        return [RowResult(tokens=drawn.get(scheduled.row, [])) for scheduled in self.plan.rows]
+
+    @torch.inference_mode()
+    def _sample_on_host(self, places: list[tuple[int, ScheduledRow]]) -> dict[Row, list[SampledToken]]:
+        """Sample what the device cannot: grammars, penalties, biases, log-probabilities, texts that fork."""
+        assert self.program.logits is not None
+        tasks = [sampling_tasks(scheduled) for _, scheduled in places]
+        rows = [place for (place, _), of_row in zip(places, tasks, strict=True) for _ in of_row]
+        drawn = iter(sample(self.program.logits[rows], [task for of_row in tasks for task in of_row]))
+        found = {}
+        for _, scheduled in places:
+            tokens = [next(drawn) for _ in range(scheduled.samples)]
+            if None not in tokens:
+                found[scheduled.row] = [token for token in tokens if token is not None]
+        return found
+
+
+def size_runs(tokens: int) -> int:
+    """Runs that a step of so many tokens of prompts usually has at the most."""
+    return min(tokens, 64)
+
+
+def _decode_shape(rows: int) -> StepShape:
+    return StepShape(singles=rows, runs=0, tokens=0, outputs=rows)
+
+
+def _mixed_shape(singles: int, tokens: int, runs: int, outputs: int) -> StepShape:
+    return StepShape(singles=singles, runs=runs, tokens=tokens, outputs=outputs)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def is_plain(scheduled: ScheduledRow) -> bool:
+    """Whether nothing but the device's own sampling parameters shapes the row's next token."""
+    row, params = scheduled.row, scheduled.row.request.params
+    if scheduled.samples > 1 or row.history is not None or row.grammar is not None:
+        return False
+    if params.logit_bias or params.logprobs is not None:
+        return False
+    return len(row.tokens) - len(row.request.prompt_token_ids) >= params.min_tokens or not row.request.stop_ids

@@ -1,0 +1,110 @@
+"""Which row sits where on the device, and what the device holds of it: the host's mirror of `SeatState`."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvikk.engine.request import Row
+from kvikk.types import BlockId
+
+
+@dataclass(slots=True, eq=False)
+class Mirror:
+    """What the device holds of one row.
+
+    Args:
+        row: the row.
+        seat: its seat.
+        blocks: the row's own list when it was last looked at: a row that comes back has another.
+        written: entries of the table on the device.
+        last: the block at the last of them.
+        position: what the device has as the row's next position; -1: nothing that counts.
+    """
+
+    row: Row
+    seat: int
+    blocks: list[BlockId] | None = None
+    written: int = 0
+    last: int = -1
+    position: int = -1
+
+
+class SeatMap:
+    """Gives rows seats, and says what the device has to be told of them.
+
+    Args:
+        seats: how many there are; at least the rows of a step.
+        max_blocks: entries of a row's table.
+    """
+
+    def __init__(self, seats: int, max_blocks: int) -> None:
+        self._free = list(range(seats))
+        self._mirrors: dict[Row, Mirror] = {}
+        self._max_blocks = max_blocks
+
+    def __len__(self) -> int:
+        return len(self._mirrors)
+
+    def mirror(self, row: Row, commands: list[int]) -> Mirror:
+        """The row's mirror; a row that had none gets a seat, and a command that tells its sampling parameters."""
+        mirror = self._mirrors.get(row)
+        if mirror is None:
+            if not self._free:
+                self._clear()
+            mirror = self._mirrors[row] = Mirror(row, self._free.pop())
+            commands.extend(_sampling_command(mirror.seat, row))
+        return mirror
+
+    def write_table(self, mirror: Mirror, writes: list[int]) -> None:
+        """Add what the device's table lacks of the row's blocks."""
+        blocks = mirror.row.blocks
+        if blocks is not mirror.blocks:
+            mirror.blocks, mirror.written, mirror.position = blocks, 0, -1
+        elif mirror.written and blocks[mirror.written - 1] != mirror.last:  # it got a copy of its own
+            mirror.written -= 1
+        if mirror.written == len(blocks):
+            return
+        at = mirror.seat * self._max_blocks
+        for index in range(mirror.written, len(blocks)):
+            writes.append(at + index)
+            writes.append(blocks[index])
+        mirror.written, mirror.last = len(blocks), blocks[-1]
+
+    def forget_positions(self, rows: Iterable[Row]) -> None:
+        """These rows moved on without the device."""
+        for row in rows:
+            if row in self._mirrors:
+                self._mirrors[row].position = -1
+
+    def _clear(self) -> None:
+        """Take back the seats of rows that do not run."""
+        for row, mirror in list(self._mirrors.items()):
+            if not row.is_running:
+                del self._mirrors[row]
+                self._free.append(mirror.seat)
+
+
+def _sampling_command(seat: int, row: Row) -> tuple[int, ...]:
+    params, seed = row.request.params, row.request.seed
+    return (
+        seat,
+        _bits(0.0 if params.is_greedy else params.temperature),
+        max(params.top_k, 0),
+        _bits(params.top_p),
+        _bits(params.min_p),
+        _signed(seed & 0xFFFFFFFF),
+        _signed(seed >> 32),
+        row.choice,
+    )
+
+
+def _bits(number: float) -> int:
+    bits: int = struct.unpack("<i", struct.pack("<f", number))[0]
+    return bits
+
+
+def _signed(word: int) -> int:
+    """The int32 with the same bits."""
+    return word - 2**32 if word >= 2**31 else word
