@@ -19,11 +19,12 @@ import torch
 from peers.channel import Worker, WorkerError
 from peers.engines import ENGINES, REFERENCE, VLLM, EngineKind, Launcher, chosen, vllm_environment
 from peers.prompts import TextSupply
-from peers.report import Samples, add_ratios, header, row, show, write
+from peers.report import Samples, add_ratios, header, row, show
 from peers.works import WORKS, Tokens, Work, make_works
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from kvikk.bench.results import write_rows
 from kvikk.models.bundled import bundled_folder, cache_folder
 
 log = logging.getLogger("cpu_peers")
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         log.info("only a part was measured: nothing is written without --output")
         return
     head = header(model=model, threads=args.threads, rounds=args.rounds, descriptions=descriptions)
-    write(output, {"header": head, "rows": rows})
+    write_rows(output, head, rows)
     log.info("wrote %s", output)
 
 

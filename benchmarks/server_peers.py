@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from peers.engines import vllm_environment
-from peers.report import write
 from rich.console import Console
 from servers.kinds import SERVERS, TRANSFORMERS, VLLM, Environments, ServerKind
 from servers.loads import PROMPTS, WORKS, Load, LoadFailed, make_loads, send
@@ -27,6 +26,7 @@ from servers.reference import write_references
 from servers.report import Samples, add_ratios, header, row, show
 from transformers import AutoTokenizer
 
+from kvikk.bench.results import write_rows
 from kvikk.models.bundled import bundled_folder, cache_folder
 
 log = logging.getLogger("server_peers")
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     head = header(
         model=environments.model, threads=args.threads, rounds=args.rounds, versions=versions, settings=run.settings
     )
-    write(output, {"header": head, "rows": rows})
+    write_rows(output, head, rows)
     log.info("wrote %s", output)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kvikk.bench.device import commit
 from peers.engines import VLLM, EngineKind
 from peers.works import Tokens, Work, token_match
 
@@ -93,14 +92,6 @@ def show(rows: Sequence[Row], kinds: Sequence[EngineKind], works: Sequence[Work]
             console.print(f"{made['engine']}, {made['work']}: {made['note']}", markup=False)
 
 
-def write(path: Path, result: dict[str, dict[str, object] | list[Row]]) -> None:
-    """Write a result file, a row to a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = ",\n".join("    " + json.dumps(made) for made in result["rows"])
-    head = json.dumps(result["header"], indent=2).replace("\n", "\n  ")
-    path.write_text(f'{{\n  "header": {head},\n  "rows": [\n{rows}\n  ]\n}}\n')
-
-
 def _cell(made: Row) -> str:
     if made["tokens_per_s"] is None:
         return "-"
@@ -122,17 +113,3 @@ def cpu_name() -> str:
     flags = set(named.get("flags", "").split())
     wide = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
     return f"{named.get('model name', platform.machine())} ({', '.join(wide)})"
-
-
-def commit() -> str | None:
-    """The checked-out commit, marked when files of the package differ from it."""
-    here = Path(__file__).resolve().parent
-    git = ["git", "--no-optional-locks", "-C", str(here)]
-    try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-        changes = subprocess.run(
-            [*git, "status", "--porcelain", "--", ":/src"], check=True, capture_output=True, text=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return f"{commit} with local changes" if changes else commit

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peers.report import Row, commit, cpu_name
+from peers.report import Row, cpu_name
 from rich.console import Console
 from rich.table import Table
 
+from kvikk.bench.device import commit
 from servers.kinds import KV_GIB, VLLM, ServerKind
 from servers.loads import OUTPUT_TOKENS, Load
 from servers.process import CpuTimes

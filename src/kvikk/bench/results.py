@@ -183,8 +183,23 @@ def write(path: Path, result: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
+    _write_text(path, json.dumps(result) + "\n")
+
+
+def write_rows(path: Path, header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a header and flat rows, a row to a line.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    lines = ",\n".join("    " + json.dumps(row) for row in rows)
+    head = json.dumps(header, indent=2).replace("\n", "\n  ")
+    _write_text(path, f'{{\n  "header": {head},\n  "rows": [\n{lines}\n  ]\n}}\n')
+
+
+def _write_text(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the result cannot be written to {path}: {error}") from None

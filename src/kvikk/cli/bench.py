@@ -1,4 +1,4 @@
-"""`kvikk bench latency | throughput | serve`: speed, under vLLM's names for flags and figures."""
+"""`kvikk bench`: speed. `latency`, `throughput` and `serve` have vLLM's names for flags and figures."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from kvikk.bench.attention import AttentionBenchConfig, bench_attention
+from kvikk.bench.churn import BenchChurnConfig, bench_churn
+from kvikk.bench.explain import explain
 from kvikk.bench.latency import BenchLatencyConfig, bench_latency
 from kvikk.bench.metrics import Goodput
-from kvikk.bench.results import Reference, write
+from kvikk.bench.results import Reference, write, write_rows
 from kvikk.bench.serve import BenchServeConfig, bench_serve
+from kvikk.bench.step import BenchStepConfig, bench_step
 from kvikk.bench.target import parse_headers
 from kvikk.bench.throughput import BenchThroughputConfig, bench_throughput
 from kvikk.cli.arguments import add_config_arguments, add_logging_argument, resolve
@@ -22,10 +26,16 @@ from kvikk.llm import LLM
 
 log = logging.getLogger(__name__)
 
+STEP_PROMPT_TOKENS = 8192
+"""Tokens of a step while `bench step` computes its prompts, which are not measured."""
+
 BENCHMARKS = {
     "latency": "how long one batch takes, in this process",
     "throughput": "how many requests and tokens a second, in this process",
     "serve": "a load on a server of OpenAI's API, this or any other",
+    "attention": "decode attention alone on a GPU, beside FlashInfer",
+    "step": "a whole decode step on random weights, beside reading weights and KV once",
+    "churn": "short requests in bursts, and how even the steps stay",
 }
 
 
@@ -38,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     }
     add_config_arguments(parsers["latency"], BenchLatencyConfig)
     add_config_arguments(parsers["throughput"], BenchThroughputConfig)
+    add_config_arguments(parsers["attention"], AttentionBenchConfig)
+    add_config_arguments(parsers["step"], BenchStepConfig)
+    add_config_arguments(parsers["churn"], BenchChurnConfig)
     serve = parsers["serve"]
     lists = serve.add_argument_group("lists", "flags that take several values")
     lists.add_argument(
@@ -53,7 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the command."""
-    return {"latency": _latency, "throughput": _throughput, "serve": _serve}[parsed.benchmark](parsed)
+    runs = {
+        "latency": _latency,
+        "throughput": _throughput,
+        "serve": _serve,
+        "attention": _attention,
+        "step": _step,
+        "churn": _churn,
+    }
+    return runs[parsed.benchmark](parsed)
 
 
 def _serve(parsed: argparse.Namespace) -> int:
@@ -90,6 +111,40 @@ def _throughput(parsed: argparse.Namespace) -> int:
     if config.throughput.output_json is not None:
         write(Path(config.throughput.output_json), result.as_json())
     return int(any(result.errors))
+
+
+def _attention(parsed: argparse.Namespace) -> int:
+    config = build(AttentionBenchConfig, given(resolve(parsed, AttentionBenchConfig)))
+    if config.explain:
+        _show(explain(config))
+        return 0
+    result = bench_attention(config)
+    _show(result.lines())
+    if config.json is not None:
+        write_rows(Path(config.json), result.header, result.rows)
+    return int(any(row["failure"] is not None and not row["is_refused"] for row in result.rows))
+
+
+def _step(parsed: argparse.Namespace) -> int:
+    options = given(resolve(parsed, BenchStepConfig))
+    config = build(BenchStepConfig, options)
+    rows = max(rows for rows, _ in config.step.points)
+    options.setdefault("max_num_seqs", rows)
+    options.setdefault("max_num_batched_tokens", max(rows, STEP_PROMPT_TOKENS))
+    result = bench_step(build(BenchStepConfig, options))
+    _show(result.lines())
+    if config.step.json is not None:
+        write_rows(Path(config.step.json), result.header, result.rows)
+    return 0
+
+
+def _churn(parsed: argparse.Namespace) -> int:
+    config = build(BenchChurnConfig, given(resolve(parsed, BenchChurnConfig)))
+    result = bench_churn(config)
+    _show(result.lines())
+    if config.churn.json is not None:
+        write_rows(Path(config.churn.json), result.header, result.rows)
+    return 0
 
 
 def _engine(options: Mapping[str, Any]) -> LLM:

@@ -11,7 +11,8 @@ from types import ModuleType
 
 COMMANDS = {
     "serve": "an OpenAI-compatible server",
-    "bench": "latency, throughput, and loads on any server",
+    "bench": "latency, throughput, loads on any server, and the GPU path in parts",
+    "calibrate": "measure this GPU, so that each step takes its fastest attention",
     "generate": "continue one or several prompts",
     "chat": "talk with the model",
     "demo": "questions over a long document, computed once",

@@ -1,0 +1,55 @@
+"""An engine over a model of a named shape with random weights: for measuring speed, without files and without text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from kvikk.engine import Capacity, Engine, EngineConfig, build_engine
+from kvikk.models import LoadedModel
+from kvikk.models.shapes import named_shape, shaped_model
+
+DEFAULT_SHAPE: Final = "llama-3.1-8b"
+
+
+def shape_name(config: EngineConfig) -> str:
+    """The shape that `--model` names here.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    name = config.model.model or DEFAULT_SHAPE
+    named_shape(name)
+    return name
+
+
+def dtype_of(config: EngineConfig) -> torch.dtype:
+    """Of weights and KV: bfloat16 unless another is asked for."""
+    dtype: torch.dtype = getattr(torch, "bfloat16" if config.model.dtype == "auto" else config.model.dtype)
+    return dtype
+
+
+def random_engine(config: EngineConfig) -> tuple[Engine, Capacity]:
+    """An engine that knows token ids only: it has no tokenizer, and its texts never end by themselves.
+
+    Raises:
+        ConfigError: `--model` is no named shape, or an option cannot be honoured.
+    """
+    name = shape_name(config)
+    model = shaped_model(
+        name,
+        seed=config.seed,
+        dtype=dtype_of(config),
+        device=config.model.torch_device(),
+        numerics=config.numerics,
+    )
+    loaded = LoadedModel(
+        model=model,
+        tokenizer=None,
+        max_model_len=config.model.max_model_len or model.spec.max_positions,
+        generation_defaults={},
+        folder=Path(),
+    )
+    return build_engine(loaded, config)
