@@ -11,7 +11,7 @@ from attention.steps import LAYER, Shape, Step, World, make_step
 from kvikk.attention import AttentionBackend, attention_backend
 from kvikk.types import NULL_BLOCK
 
-BACKENDS = ("reference", "cpu")
+BACKENDS = ("reference", "cpu", "triton")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 

@@ -7,9 +7,9 @@ import torch
 
 from attention.steps import LAYER, Shape, World, make_step
 from attention.test_backends import a_mixed_step, assert_right, attend, long_step
-from kvikk.attention import QueryRun, attention_backend
+from kvikk.attention import BackendName, QueryRun, attention_backend
 from kvikk.attention.cpu.backend import CpuBackend
-from kvikk.types import Position
+from kvikk.types import Numerics, Position
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -62,6 +62,36 @@ def test_how_a_prompt_is_cut_into_chunks_changes_no_bit(dtype: torch.dtype) -> N
         outs.append(torch.cat(parts))
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim", "page"), [(2, 3, 64, 16), (1, 5, 17, 32), (2, 1, 128, 16)])
+def test_in_exact_numerics_a_position_has_the_same_bits_in_every_run(
+    backend: BackendName, dtype: torch.dtype, kv_heads: int, group: int, head_dim: int, page: int
+) -> None:
+    shape = Shape(dtype=dtype, kv_heads=kv_heads, group=group, head_dim=head_dim, page=page)
+    whole = in_runs(backend, shape, [(0, 290)], "exact")
+    assert torch.equal(in_runs(backend, shape, [(at, at + 1) for at in range(290)], "exact"), whole)
+    assert torch.equal(in_runs(backend, shape, [(0, 1), (1, 128), (128, 129), (129, 257), (257, 290)], "exact"), whole)
+    fast = in_runs(backend, shape, [(at, at + 1) for at in range(290)], "fast")
+    assert not torch.equal(fast, in_runs(backend, shape, [(0, 290)], "fast"))
+
+
+def in_runs(backend: BackendName, shape: Shape, parts: list[tuple[int, int]], numerics: Numerics) -> torch.Tensor:
+    """One row's output, biased, with a step for each of `parts`."""
+    world = World(shape)
+    length = parts[-1][1]
+    row = world.row(length, range(0))
+    step = make_step(world, [(row, 0, length)])
+    bias = torch.linspace(-3, 3, shape.kv_heads * length).view(shape.kv_heads, length)
+    made = attention_backend(backend, world.store, numerics=numerics)
+    outs = []
+    for start, stop in parts:
+        run = QueryRun(blocks=row.blocks, start=Position(start), length=stop - start, bias=bias)
+        q, k, v = (x[start:stop] for x in (step.q, step.k, step.v))
+        outs.append(made.begin(made.plan([run])).attend(LAYER, q, k, v, scale=step.scale).clone())
+    return torch.cat(outs)
 
 
 def test_where_a_row_lies_in_the_pool_changes_no_bit() -> None:

@@ -37,7 +37,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--block-size", "x"], "--block-size is 'x': it must be a whole number"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0 must be at least 1"),
         (["--max-num-seqs", "64", "--max-num-batched-tokens", "32"], "is below --max-num-seqs 64"),
-        (["--numerics", "exact"], "--numerics exact is not available yet"),
+        (["--numerics", "strict"], "--numerics is 'strict': choose from fast, exact"),
         (["--dtype", "int3"], "--dtype is 'int3': choose from auto"),
         (["--max-model-len", "1"], "--max-model-len 1 leaves no room"),
         (["--logprobs", "3"], "--logprobs has nowhere to show without --json"),

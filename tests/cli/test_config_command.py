@@ -54,10 +54,10 @@ def test_keys_are_masked_whoever_sets_them(capsys: pytest.CaptureFixture[str], m
 
 
 def test_what_is_refused_is_shown_first_so_that_its_source_can_be_found(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "generate", "--numerics", "exact"]) == 2
+    assert main(["config", "generate", "--max-num-seqs", "0"]) == 2
     captured = capsys.readouterr()
-    assert ["numerics", '"exact"', "flag", "--numerics"] in [line.split() for line in captured.out.splitlines()]
-    assert "--numerics exact is not available yet" in captured.err
+    assert ["max_num_seqs", "0", "flag", "--max-num-seqs"] in [line.split() for line in captured.out.splitlines()]
+    assert "--max-num-seqs 0 must be at least 1" in captured.err
 
 
 def test_a_flag_of_another_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,21 +11,10 @@ import torch
 from kvikk import LLM, SamplingParams
 from kvikk.errors import ConfigError, InvalidRequest, PromptTooLong
 
+pytestmark = pytest.mark.usefixtures("everything_comes_back")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 STORY = "Once upon a time there was a small robot who"
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(kv_memory="128MiB", max_model_len=1024, dtype="float32", device="cpu", max_num_seqs=16)
-
-
-@pytest.fixture(autouse=True)
-def everything_comes_back(llm: LLM):  # type: ignore[no-untyped-def]
-    yield
-    llm.engine.check()
-    assert llm.engine.pool.held == 0
-    assert not llm.engine.has_work
 
 
 def text_of(llm: LLM, prompt: object, params: SamplingParams = GREEDY) -> str:
@@ -276,7 +265,7 @@ def test_bad_messages_are_refused(llm: LLM, messages: object) -> None:
         ({"kv_memry": "1GiB"}, "unknown option 'kv_memry': did you mean 'kv_memory'"),
         ({"max_model_len": "4096"}, "max_model_len is '4096': it must be a whole number"),
         ({"device": "tpu"}, "device is 'tpu': choose from auto, cpu, cuda"),
-        ({"numerics": "exact"}, "not available yet"),
+        ({"numerics": "strict"}, "numerics is 'strict': choose from fast, exact"),
         ({"kv_memory": "1GiB", "gpu_memory_utilization": 0.5}, "exclude each other"),
         ({"device": "cpu", "gpu_memory_utilization": 0.5}, "needs a GPU"),
         ({"admission_reserve": float("nan")}, "admission-reserve"),

@@ -14,6 +14,8 @@ import torch
 from kvikk import LLM, SamplingParams, StructuredOutputsParams
 from kvikk.errors import InvalidRequest
 
+pytestmark = pytest.mark.usefixtures("everything_comes_back")
+
 STORY = "Once upon a time there was a small robot who"
 SCHEMA = {
     "type": "object",
@@ -27,19 +29,6 @@ SCHEMA = {
 }
 PERSON = SamplingParams(temperature=0, max_tokens=100, structured_outputs=StructuredOutputsParams(json=SCHEMA))
 CHOICE = StructuredOutputsParams(choice=["the hills", "the sea"])
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(kv_memory="64MiB", max_model_len=1024, dtype="float32", device="cpu", max_num_seqs=16)
-
-
-@pytest.fixture(autouse=True)
-def everything_comes_back(llm: LLM):  # type: ignore[no-untyped-def]
-    yield
-    llm.engine.check()
-    assert llm.engine.pool.held == 0
-    assert not llm.engine.has_work
 
 
 def test_a_schema_gives_json_that_it_describes_greedy_and_sampled(llm: LLM) -> None:

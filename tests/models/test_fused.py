@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from dense_step import DenseKV
 from torch import Tensor
 
+from kvikk.errors import ModelError
 from kvikk.models import toy_model
 from kvikk.models.fused import FusedOperations
 from kvikk.models.llama import FEW_ROWS, LlamaModel, rotate
@@ -52,7 +53,7 @@ def assert_last_bits(ours: Tensor, theirs: Tensor) -> None:
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_norm_is_torchs_up_to_the_order_of_its_sum(dtype: torch.dtype, wide: bool) -> None:
-    fused = FusedOperations(dtype, eps=EPS, wide=wide)
+    fused = FusedOperations(dtype, table_dtype=dtype, eps=EPS, wide=wide)
     for rows, width in product(ROWS, [1, 17, 64, 100, 577]):
         x, weight = random(rows, width, dtype=dtype, scale=3), random(width, dtype=dtype)
         assert_last_bits(fused.norm(x, weight), torch_norm(x, weight, wide))
@@ -60,7 +61,7 @@ def test_a_norm_is_torchs_up_to_the_order_of_its_sum(dtype: torch.dtype, wide: b
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sum_and_its_norm_are_the_two_operations_in_turn(dtype: torch.dtype) -> None:
-    fused = FusedOperations(dtype, eps=EPS, wide=False)
+    fused = FusedOperations(dtype, table_dtype=dtype, eps=EPS, wide=False)
     for rows, width in product(ROWS, [1, 17, 576]):
         x, delta = random(rows, width, dtype=dtype), random(rows, width + 1, dtype=dtype)[:, 1:].contiguous()
         weight = random(width, dtype=dtype)
@@ -73,7 +74,7 @@ def test_a_sum_and_its_norm_are_the_two_operations_in_turn(dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("per_head", [True, False])
 def test_norms_of_q_and_k_leave_v_alone(dtype: torch.dtype, per_head: bool) -> None:
-    fused = FusedOperations(dtype, eps=EPS, wide=False)
+    fused = FusedOperations(dtype, table_dtype=dtype, eps=EPS, wide=False)
     q_heads, kv_heads, head_dim = 6, 2, 20
     heads = random(5, q_heads + 2 * kv_heads, head_dim, dtype=dtype)
     q, k, v = heads.split([q_heads, kv_heads, kv_heads], dim=1)
@@ -92,7 +93,7 @@ def test_norms_of_q_and_k_leave_v_alone(dtype: torch.dtype, per_head: bool) -> N
 def test_rotation_is_torchs_to_the_bit_and_touches_only_the_rotary_part_of_q_and_k(dtype: torch.dtype) -> None:
     if dtype == torch.float32 and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("torch adds and multiplies in two steps here")
-    fused = FusedOperations(dtype, eps=EPS, wide=False)
+    fused = FusedOperations(dtype, table_dtype=dtype, eps=EPS, wide=False)
     for rows, (head_dim, rotary) in product(ROWS, [(64, 64), (64, 32), (18, 6), (80, 80)]):
         heads, table = random(rows, 7, head_dim, dtype=dtype), random(rows, 2, rotary, dtype=dtype)
         expected = rotate(heads[:, :5], *table.unsqueeze(2).unbind(1))
@@ -102,15 +103,40 @@ def test_rotation_is_torchs_to_the_bit_and_touches_only_the_rotary_part_of_q_and
         assert same_bits(ours[:, 5:], heads[:, 5:])
 
 
+def test_bf16_heads_are_rotated_by_an_fp32_table_as_by_torch() -> None:
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("torch adds and multiplies in two steps here")
+    fused = FusedOperations(torch.bfloat16, table_dtype=torch.float32, eps=EPS, wide=True)
+    for rows in ROWS:
+        heads, table = random(rows, 7, 64, dtype=torch.bfloat16), random(rows, 2, 64, dtype=torch.float32)
+        expected = rotate(heads[:, :5], *table.unsqueeze(2).unbind(1))
+        fused.rotate_(heads, 5, table)
+        assert same_bits(heads[:, :5], expected)
+
+
 def test_the_gate_is_torchs_to_the_bit() -> None:
-    fused = FusedOperations(torch.bfloat16, eps=EPS, wide=False)
+    fused = FusedOperations(torch.bfloat16, table_dtype=torch.bfloat16, eps=EPS, wide=False)
     for rows, ffn in product(ROWS, [1, 17, 96, 1536]):
         gate_up = random(rows, 2 * ffn, dtype=torch.bfloat16, scale=4)
         assert same_bits(fused.gate(gate_up), torch_gate(gate_up))
 
 
+def test_the_fp32_gate_errs_by_a_few_units_in_the_last_place() -> None:
+    fused = FusedOperations(torch.float32, table_dtype=torch.float32, eps=EPS, wide=False)
+    gate = torch.cat((torch.linspace(-87, 87, 100_001), random(1000, dtype=torch.float32), torch.tensor([0.0, -1e-30])))
+    up = random(len(gate), dtype=torch.float32)
+    wanted = gate.double() / (1 + torch.exp(-gate.double())) * up.double()
+    torch.testing.assert_close(fused.gate(torch.cat((gate, up))[None])[0].double(), wanted, rtol=5e-7, atol=0)
+    far = torch.tensor([100.0, -100.0, torch.inf, torch.nan])
+    gated = fused.gate(torch.cat((far, torch.ones(4)))[None])[0]
+    assert gated[0] == 100
+    assert abs(gated[1]) < 1e-35
+    assert gated[2] == torch.inf
+    assert gated[3].isnan()
+
+
 def test_silu_is_torchs_for_every_bf16_number() -> None:
-    fused = FusedOperations(torch.bfloat16, eps=EPS, wide=False)
+    fused = FusedOperations(torch.bfloat16, table_dtype=torch.bfloat16, eps=EPS, wide=False)
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     ours, theirs = fused.gate(torch.cat((every, torch.ones_like(every)))[None])[0], F.silu(every)
     numbers = ~theirs.isnan()
@@ -120,7 +146,7 @@ def test_silu_is_torchs_for_every_bf16_number() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rows_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
-    fused = FusedOperations(dtype, eps=EPS, wide=False)
+    fused = FusedOperations(dtype, table_dtype=dtype, eps=EPS, wide=False)
     x, delta, weight = random(64, 577, dtype=dtype), random(64, 577, dtype=dtype), random(577, dtype=dtype)
     heads, table = random(64, 7, 18, dtype=dtype), random(64, 2, 18, dtype=dtype)
 
@@ -128,8 +154,7 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> 
         total, turned = x[rows].clone(), heads[rows].clone()
         normed = fused.add_norm(total, delta[rows], weight)
         fused.rotate_(turned, 5, table[rows])
-        gated = [fused.gate(x[rows, :576].contiguous())] if dtype == torch.bfloat16 else []
-        return [total, normed, turned, *gated]
+        return [total, normed, turned, fused.gate(x[rows, :576].contiguous())]
 
     whole = everything(slice(0, 64))
     for first, count in [(0, 1), (5, 1), (63, 1), (3, 2), (10, 31)]:
@@ -172,6 +197,25 @@ def test_many_rows_are_rotated_and_gated_by_torch(monkeypatch: pytest.MonkeyPatc
     calls.clear()
     logits(model, FEW_ROWS + 1)
     assert not calls
+
+
+def test_exact_numerics_leave_nothing_to_torch_at_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    rotate_, gate = FusedOperations.rotate_, FusedOperations.gate
+    monkeypatch.setattr(FusedOperations, "rotate_", lambda *a: (calls.append("rotate"), rotate_(*a))[1])
+    monkeypatch.setattr(FusedOperations, "gate", lambda *a: (calls.append("gate"), gate(*a))[1])
+    for dtype in DTYPES:
+        logits(toy_model(dtype=dtype, numerics="exact"), FEW_ROWS + 1)
+        assert calls == ["rotate", "gate"] * 2
+        calls.clear()
+
+
+def test_without_numba_or_in_another_dtype_exact_numerics_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match=r"toy is torch.float16 on cpu: use --numerics fast"):
+        toy_model(dtype=torch.float16, numerics="exact")
+    monkeypatch.setitem(sys.modules, "kvikk.models.fused", None)
+    with pytest.raises(ModelError, match="which takes numba"):
+        toy_model(numerics="exact")
 
 
 def test_without_numba_or_in_another_dtype_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:

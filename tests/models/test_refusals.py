@@ -13,6 +13,7 @@ import transformers
 from tiny import config, load, module, save
 
 from kvikk.errors import ConfigError, ModelError
+from kvikk.models import load_model
 from kvikk.models.rope import check_rope
 from kvikk.models.support import check_config, refusal, resolve_length
 
@@ -139,3 +140,23 @@ def test_fp16_checkpoints_become_bf16_on_the_cpu(tmp_path: Path) -> None:
     folder = save(module(config("Llama")).half(), tmp_path)
     assert load(folder).model.spec.dtype == torch.bfloat16
     assert load(folder, dtype="float32").model.spec.dtype == torch.float32
+
+
+def test_exact_numerics_are_refused_where_they_cannot_be_kept_before_any_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, llama = (
+        save(module(config("Gemma", head_dim=16)), tmp_path / "a"),
+        save(module(config("Llama")), tmp_path / "b"),
+    )
+    monkeypatch.setattr("kvikk.models.load.read_module", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("kvikk.models.load.SafetensorsFolder", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match=r"GemmaForCausalLM runs on transformers' own module.* use --numerics fast"):
+        load(other, numerics="exact")
+    with pytest.raises(ConfigError, match=r"not in torch.float16: pass --dtype bfloat16"):
+        load(llama, numerics="exact", dtype="float16")
+    with pytest.raises(ConfigError, match="not available on mps: use --device cpu or cuda"):
+        load_model(str(llama), device=torch.device("mps"), numerics="exact")
+    monkeypatch.setattr("kvikk.models.load.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs triton: pip install 'kvikk\[cuda\]'"):
+        load_model(str(llama), device=torch.device("cuda"), numerics="exact")

@@ -46,6 +46,26 @@ def joined(chunks: Any) -> tuple[str, list[dict[str, Any]], str | None]:
     return text, calls, reason
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_is_asked_of_the_prompt_comes_with_the_first_chunk_as_it_does_with_the_plain_answer(
+    client: openai.OpenAI, n: int
+) -> None:
+    asked = {"model": MODEL, "messages": QUESTION, "max_tokens": 6, "temperature": 0, "n": n}
+    extra = {"prompt_logprobs": 2, "return_token_ids": True}
+    plain = client.chat.completions.create(**asked, extra_body=extra).model_extra
+    first, *others = client.chat.completions.create(**asked, extra_body=extra, stream=True)
+    assert plain is not None
+    assert first.model_extra is not None
+    assert len(plain["prompt_token_ids"]) == len(plain["prompt_logprobs"]) > 5
+    assert first.model_extra["prompt_token_ids"] == plain["prompt_token_ids"]
+    assert first.model_extra["prompt_logprobs"] == plain["prompt_logprobs"]
+    assert not any(
+        "prompt_logprobs" in chunk.model_extra or "prompt_token_ids" in chunk.model_extra for chunk in others
+    )
+    bare = list(client.chat.completions.create(**asked, stream=True))
+    assert not any("prompt_logprobs" in chunk.model_extra or "prompt_token_ids" in chunk.model_extra for chunk in bare)
+
+
 def test_the_streamed_answer_is_the_plain_answer(client: openai.OpenAI) -> None:
     asked = {"model": MODEL, "messages": QUESTION, "max_tokens": 40, "temperature": 0.7, "seed": 1}
     plain = client.chat.completions.create(**asked)

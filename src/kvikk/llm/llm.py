@@ -14,6 +14,7 @@ from kvikk.configuration import build
 from kvikk.engine import EngineConfig, SamplingParams, load_engine, recommended_sampling
 from kvikk.errors import InvalidRequest, KvikkError
 from kvikk.llm.outputs import RequestOutput, StreamDelta
+from kvikk.llm.text import encode
 from kvikk.llm.writer import RequestWriter
 
 logger = logging.getLogger(__name__)
@@ -144,17 +145,10 @@ class LLM:
         if text is not None and not isinstance(text, str):
             raise InvalidRequest(f"a prompt is {type(text).__name__}: it must be text")
         if ids is None and text is not None:
-            ids = self._tokenize(text)
+            ids = encode(self.loaded.tokenizer, text)
         if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
             raise InvalidRequest(f"a prompt is {type(ids).__name__}: it must be text or a list of token ids")
         return _Encoded(text, list(ids))
-
-    def _tokenize(self, text: str) -> list[int]:
-        try:
-            ids: list[int] = self.loaded.tokenizer(text, verbose=False).input_ids
-        except (TypeError, UnicodeError) as error:  # lone surrogates are no text
-            raise InvalidRequest(f"the prompt is not valid Unicode text and cannot be tokenised: {error}") from error
-        return ids
 
     # Running
 

@@ -1,9 +1,11 @@
-"""From token ids to text as it comes: whole characters only, and never a piece of a stop string."""
+"""From text to token ids, and back as they come: whole characters only, and never a piece of a stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from kvikk.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -12,6 +14,27 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT_TOKENS = 6
 _LONGEST_WINDOW = 64
 """Tokens that may pass without any text (skipped special ones) before the window moves on."""
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
+) -> list[int]:
+    """The tokens of a text.
+
+    Args:
+        tokenizer: of the model.
+        text: any.
+        add_special_tokens: begin and end it as the tokenizer does.
+        param: what the text is, for the error.
+
+    Raises:
+        InvalidRequest: it is not valid Unicode.
+    """
+    try:
+        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
+    except (TypeError, UnicodeError) as error:  # lone surrogates are no text
+        raise InvalidRequest(f"{param} is not valid Unicode text: {error}", param=param) from error
+    return ids
 
 
 class Detokenizer:

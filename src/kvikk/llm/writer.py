@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvikk.engine import EngineOutput, FinishReason, Request, SampledToken, SamplingParams
@@ -17,8 +18,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@dataclass(slots=True, kw_only=True)
+class Piece:
+    """What is new of one text.
+
+    Args:
+        index: which text.
+        text: new text; the pieces of a text joined are the text.
+        token_ids: the tokens that came with it.
+        logprobs: of these tokens, where asked for.
+        finish_reason: set with the text's last piece.
+        stop_reason: the stop string or token that ended it, if one did.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
 class TextWriter:
-    """One text of a request, token by token."""
+    """One text of a request, token by token: `output` is the whole of it so far, `take` says what may be shown."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, prompt_token_ids: list[int], params: SamplingParams, index: int
@@ -30,9 +52,50 @@ class TextWriter:
         self._params = params
         self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
         self._matcher = StopMatcher(params.stop_strings, include=params.include_stop_str_in_output)
+        self._given = 0
 
-    def push(self, token: SampledToken, *, ends_text: bool) -> str:
-        """Add a token; returns the text that may be shown. An end token (`ends_text`) adds none of its own."""
+    def take(
+        self, token: SampledToken | None, reason: FinishReason | None, stop_token_id: int | None = None
+    ) -> Piece | None:
+        """Add a token, an end, or both.
+
+        Args:
+            token: the text's next; an end token, which adds no text of its own, where the reason is STOP.
+            reason: why the text ends, if it does. A stop string that the token completes ends it too.
+            stop_token_id: the stop token that ended it, if one did.
+
+        Returns:
+            What is new since the last piece; None while there is no text that may be shown, and no end.
+        """
+        text = "" if token is None else self._push(token, ends_text=reason is FinishReason.STOP)
+        if self.has_matched:
+            reason = FinishReason.STOP
+        if reason is not None:
+            text += self._finish(reason, stop_token_id)
+        elif not text:
+            return None
+        start, self._given = self._given, len(self.output.token_ids)
+        return Piece(
+            index=self.output.index,
+            text=text,
+            token_ids=self.output.token_ids[start:],
+            logprobs=[] if self.output.logprobs is None else self.output.logprobs[start:],
+            finish_reason=self.output.finish_reason,
+            stop_reason=self.output.stop_reason,
+        )
+
+    @property
+    def has_matched(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self._matcher.matched is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the text is complete; it takes nothing more."""
+        return self.output.finish_reason is not None
+
+    def _push(self, token: SampledToken, *, ends_text: bool) -> str:
+        """Add a token; returns the text that may be shown."""
         self.output.token_ids.append(token.token_id)
         if token.logprobs is not None:
             self._note_logprobs(token)
@@ -40,7 +103,7 @@ class TextWriter:
             return ""
         return self._match(self._detokenizer.push(token.token_id))
 
-    def finish(self, reason: FinishReason, stop_reason: str | int | None) -> str:
+    def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> str:
         """End the text; returns what was still held back."""
         rest = ""
         if self._matcher.matched is None:
@@ -53,11 +116,6 @@ class TextWriter:
             reason, stop_reason = FinishReason.STOP, self._matcher.matched
         self.output.finish_reason, self.output.stop_reason = str(reason), stop_reason
         return rest
-
-    @property
-    def has_matched(self) -> bool:
-        """Whether a stop string has ended the text."""
-        return self._matcher.matched is not None
 
     def _match(self, text: str) -> str:
         shown = self._matcher.push(text, may_stop=len(self.output.token_ids) > self._params.min_tokens)
@@ -77,6 +135,13 @@ def decoded(tokenizer: PreTrainedTokenizerBase, entries: Sequence[TokenLogprob])
     return {
         entry.token_id: Logprob(entry.logprob, entry.rank, str(tokenizer.decode([entry.token_id]))) for entry in entries
     }
+
+
+def decoded_prompt(
+    tokenizer: PreTrainedTokenizerBase, entries: Sequence[Sequence[TokenLogprob] | None]
+) -> list[dict[int, Logprob] | None]:
+    """`decoded` for each token of a prompt; None, as for the first, stays None."""
+    return [None if at_token is None else decoded(tokenizer, at_token) for at_token in entries]
 
 
 class RequestWriter:
@@ -104,42 +169,31 @@ class RequestWriter:
         self._texts = [
             TextWriter(tokenizer, request.prompt_token_ids, request.params, index) for index in range(request.params.n)
         ]
-        self._ungiven: list[list[int]] = [[] for _ in self._texts]
 
     @property
     def is_finished(self) -> bool:
         """Whether all texts have ended."""
-        return all(text.output.finish_reason is not None for text in self._texts)
+        return all(text.has_ended for text in self._texts)
 
     def take(self, out: EngineOutput) -> bool:
         """Write what the engine gave; True when a stop string ended the text, and the engine should abort it."""
         writer = self._texts[out.choice]
-        if writer.output.finish_reason is not None:
+        if writer.has_ended:
             return False  # a stop string ended it, in the same step in which the engine did
         if out.prompt_logprobs is not None:
-            self._prompt_logprobs = [
-                None if entries is None else decoded(self._tokenizer, entries) for entries in out.prompt_logprobs
-            ]
-        text = ""
-        if out.token is not None:
-            if self._first_token_s is None:
-                self._first_token_s = time.monotonic() - self._started_s
-            self._ungiven[out.choice].append(out.token.token_id)
-            text = writer.push(out.token, ends_text=out.finish_reason is FinishReason.STOP)
+            self._prompt_logprobs = decoded_prompt(self._tokenizer, out.prompt_logprobs)
+        if out.token is not None and self._first_token_s is None:
+            self._first_token_s = time.monotonic() - self._started_s
         if out.error is not None:
             writer.output.error = str(out.error)
-        reason = FinishReason.STOP if writer.has_matched else out.finish_reason
-        if reason is not None:
-            text += writer.finish(reason, out.stop_token_id)
-        if text or reason is not None:
-            self._give(out.choice, text)
+        self._give(writer.take(out.token, out.finish_reason, out.stop_token_id))
         return writer.has_matched and out.finish_reason is None
 
     def abandon(self) -> None:
         """The engine knows the request no more (somebody aborted it there): end what has not ended."""
-        for index, text in enumerate(self._texts):
-            if text.output.finish_reason is None:
-                self._give(index, text.finish(FinishReason.ABORT, None))
+        for text in self._texts:
+            if not text.has_ended:
+                self._give(text.take(None, FinishReason.ABORT))
 
     def result(self) -> RequestOutput:
         """The request's result as it stands."""
@@ -160,15 +214,16 @@ class RequestWriter:
             first_token_s=self._first_token_s,
         )
 
-    def _give(self, index: int, text: str) -> None:
-        tokens, self._ungiven[index] = self._ungiven[index], []
+    def _give(self, piece: Piece | None) -> None:
+        if piece is None:
+            return
         self._deltas.append(
             StreamDelta(
                 prompt_index=self._prompt_index,
-                index=index,
-                text=text,
-                token_ids=tokens,
-                finish_reason=self._texts[index].output.finish_reason,
+                index=piece.index,
+                text=piece.text,
+                token_ids=piece.token_ids,
+                finish_reason=piece.finish_reason,
                 output=self.result() if self.is_finished else None,
             )
         )

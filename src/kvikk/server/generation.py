@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvikk.engine import FinishReason, SamplingParams
 from kvikk.llm import Logprob
-from kvikk.llm.writer import TextWriter, decoded
+from kvikk.llm.writer import Piece, TextWriter, decoded_prompt
 from kvikk.server.client import Submitted
 from kvikk.server.errors import Draining, EngineError, RequestTimeout
 from kvikk.server.messages import Start, TokenOutput
@@ -18,60 +17,6 @@ from kvikk.server.metrics import AbortCause, Timeline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(slots=True)
-class Piece:
-    """What is new of one text.
-
-    Args:
-        index: which text.
-        text: new text; the pieces of a text joined are the text.
-        token_ids: the tokens that came with it.
-        logprobs: of these tokens, where asked for.
-        finish_reason: set with the text's last piece.
-        stop_reason: the stop string or token that ended it, if one did.
-    """
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-
-class _Text:
-    """One text: its writer, and how much of it has been given out."""
-
-    def __init__(self, writer: TextWriter) -> None:
-        self.writer = writer
-        self.output = writer.output
-        self.has_ended = False
-        self._given = 0
-
-    def take(self, out: TokenOutput) -> Piece | None:
-        """Write a token or an end; a piece when there is text to show, or the end."""
-        text = ""
-        reason = None if out.finish_reason is None else FinishReason(out.finish_reason)
-        if out.token is not None:
-            text = self.writer.push(out.token, ends_text=reason is FinishReason.STOP)
-        if self.writer.has_matched:
-            reason = FinishReason.STOP
-        if reason is not None:
-            text += self.writer.finish(reason, out.stop_token_id)
-            self.has_ended = True
-        elif not text:
-            return None
-        start, self._given = self._given, len(self.output.token_ids)
-        return Piece(
-            index=self.output.index,
-            text=text,
-            token_ids=self.output.token_ids[start:],
-            logprobs=[] if self.output.logprobs is None else self.output.logprobs[start:],
-            finish_reason=self.output.finish_reason,
-            stop_reason=self.output.stop_reason,
-        )
 
 
 class Generation:
@@ -104,7 +49,7 @@ class Generation:
         self._timeline = timeline
         self._timeout_s = timeout_s
         self._deadline_s = asyncio.get_running_loop().time() + timeout_s
-        self._texts = [_Text(TextWriter(tokenizer, self.prompt_token_ids, params, index)) for index in range(params.n)]
+        self._texts = [TextWriter(tokenizer, self.prompt_token_ids, params, index) for index in range(params.n)]
 
     @property
     def cached_tokens(self) -> int:
@@ -116,9 +61,7 @@ class Generation:
         """For each token of the prompt, where asked for; there with the first piece."""
         if self.start is None or self.start.prompt_logprobs is None:
             return None
-        return [
-            None if entries is None else decoded(self._tokenizer, entries) for entries in self.start.prompt_logprobs
-        ]
+        return decoded_prompt(self._tokenizer, self.start.prompt_logprobs)
 
     def decode(self, token_id: int) -> str:
         """A token's own text."""
@@ -152,11 +95,10 @@ class Generation:
     def end(self, index: int) -> Piece:
         """End one text where it stands, as if it had stopped there; its last piece."""
         text = self._texts[index]
-        text.has_ended = True
         text.output.finish_reason = str(FinishReason.STOP)
         self._timeline.finish(time.monotonic(), FinishReason.STOP, index)
         self._submitted.abort(index)
-        return Piece(index, finish_reason=text.output.finish_reason)
+        return Piece(index=index, finish_reason=text.output.finish_reason)
 
     def close(self, cause: AbortCause = AbortCause.CLIENT_GONE) -> None:
         """Abort what is unfinished, for this cause."""
@@ -179,7 +121,8 @@ class Generation:
                 continue
             if out.token is not None:
                 self._timeline.token(now_s, out.choice)
-            piece = text.take(out)
+            reason = None if out.finish_reason is None else FinishReason(out.finish_reason)
+            piece = text.take(out.token, reason, out.stop_token_id)
             if piece is None:
                 continue
             pieces.append(piece)

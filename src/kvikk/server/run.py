@@ -14,15 +14,13 @@ from pathlib import Path
 import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
 
-from kvikk.chat import check_template, form_for
 from kvikk.errors import ConfigError
-from kvikk.models import load_text_side
 from kvikk.server.app import build_app
 from kvikk.server.client import EngineClient
 from kvikk.server.config import HttpConfig, ServeConfig
 from kvikk.server.metrics import Metrics
 from kvikk.server.security import Keys, read_keys
-from kvikk.server.service import Service, served_names
+from kvikk.server.service import Front, Service
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +47,12 @@ def serve(config: ServeConfig) -> int:
 
 
 async def _serve(config: ServeConfig, keys: Keys, template: str | None, listener: socket.socket) -> int:
-    chosen = config.engine.model
-    text_side = load_text_side(chosen.model, revision=chosen.revision, tokenizer=chosen.tokenizer)
-    if template is not None:
-        check_template(template, text_side.tokenizer)
-    form_for(config.serving.tool_call_parser, text_side.tokenizer, template)
+    front = Front.load(config, template)
     client = await EngineClient.start(config.engine, max_waiting=config.serving.max_waiting_requests)
     try:
-        metrics = Metrics(client.ready, model_name=served_names(config, text_side.name)[0])
+        metrics = Metrics(client.ready, model_name=front.names[0])
         client.on_stats = metrics.observe_stats
-        service = Service(config, client, text_side, metrics, template)
+        service = Service(config, client, front, metrics)
         app = build_app(service, keys)
         server = Server(
             uvicorn.Config(

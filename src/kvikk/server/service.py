@@ -8,12 +8,14 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvikk.chat import form_for
+from kvikk.chat import ToolForm, check_template, form_for
 from kvikk.engine import SamplingParams, recommended_sampling
-from kvikk.errors import InvalidRequest, KvikkError
-from kvikk.models import TextSide
+from kvikk.errors import KvikkError
+from kvikk.llm.text import encode
+from kvikk.models import TextSide, load_text_side
 from kvikk.server.client import EngineClient
 from kvikk.server.config import ServeConfig
 from kvikk.server.errors import Draining, EngineDead, ModelNotFound
@@ -28,37 +30,65 @@ LONG_TEXT = 8192
 """Characters from which a text is tokenised in a thread, so that other requests' tokens are not kept waiting."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Front:
+    """What is settled of a served model before its engine runs: all that may be wrong with it is found first.
+
+    Args:
+        text_side: tokenizer and defaults.
+        names: that requests may call it by; answers have the first where none was given.
+        chat_template: overrides the model's own.
+        tool_form: of its tool calls.
+    """
+
+    text_side: TextSide
+    names: list[str]
+    chat_template: str | None
+    tool_form: ToolForm
+
+    @classmethod
+    def load(cls, config: ServeConfig, chat_template: str | None) -> Front:
+        """For the model that the config names.
+
+        Raises:
+            ConfigError: the template is none, or there is no such form of tool calls.
+            ModelError: the model's files cannot be found or read.
+        """
+        chosen = config.engine.model
+        text_side = load_text_side(chosen.model, revision=chosen.revision, tokenizer=chosen.tokenizer)
+        if chat_template is not None:
+            check_template(chat_template, text_side.tokenizer)
+        return cls(
+            text_side=text_side,
+            names=served_names(config, text_side.name),
+            chat_template=chat_template,
+            tool_form=form_for(config.serving.tool_call_parser, text_side.tokenizer, chat_template),
+        )
+
+
 class Service:
     """One model, served.
 
     Args:
         config: all of it.
         client: of the running engine.
-        text_side: tokenizer and defaults of the engine's model.
+        front: of the engine's model.
         metrics: counts what happens.
-        chat_template: overrides the model's own.
     """
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        client: EngineClient,
-        text_side: TextSide,
-        metrics: Metrics,
-        chat_template: str | None = None,
-    ) -> None:
+    def __init__(self, config: ServeConfig, client: EngineClient, front: Front, metrics: Metrics) -> None:
         self.config = config
         self.client = client
         self.metrics = metrics
-        self.chat_template = chat_template
-        self.tokenizer = text_side.tokenizer
-        self.tool_form = form_for(config.serving.tool_call_parser, text_side.tokenizer, chat_template)
-        self.generation_defaults = text_side.generation_defaults
-        self.names = served_names(config, text_side.name)
+        self.chat_template = front.chat_template
+        self.tokenizer = front.text_side.tokenizer
+        self.tool_form = front.tool_form
+        self.generation_defaults = front.text_side.generation_defaults
+        self.names = front.names
         self.created = int(time.time())
         self.draining = asyncio.Event()
         self._started_s = time.monotonic()
-        self._worker_tokenizer = copy.deepcopy(text_side.tokenizer)  # tokenizers are not safe to share with a thread
+        self._worker_tokenizer = copy.deepcopy(self.tokenizer)  # tokenizers are not safe to share with a thread
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
 
     @property
@@ -112,15 +142,9 @@ class Service:
         Raises:
             InvalidRequest: it is not valid Unicode.
         """
-
-        def work(tokenizer: Any) -> list[int]:
-            ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
-            return ids
-
-        try:
-            return await self.with_tokenizer(work, len(text))
-        except (TypeError, UnicodeError) as error:  # lone surrogates are no text
-            raise InvalidRequest(f"{param} is not valid Unicode text: {error}", param=param) from error
+        return await self.with_tokenizer(
+            lambda tokenizer: encode(tokenizer, text, add_special_tokens=add_special_tokens, param=param), len(text)
+        )
 
     async def decode(self, token_ids: list[int]) -> str:
         """The text of tokens, special ones included."""

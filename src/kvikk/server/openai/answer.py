@@ -8,7 +8,8 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from kvikk.server.generation import Generation, Piece
+from kvikk.llm.writer import Piece
+from kvikk.server.generation import Generation
 from kvikk.server.openai.requests import GenerationBody
 from kvikk.server.openai.responses import PromptTokensDetails, Usage
 

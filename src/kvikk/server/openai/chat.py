@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import Response
 
@@ -25,7 +26,8 @@ from kvikk.chat import (
 from kvikk.engine import SamplingParams
 from kvikk.errors import InvalidRequest
 from kvikk.llm import Logprob
-from kvikk.server.generation import Generation, Piece
+from kvikk.llm.writer import Piece
+from kvikk.server.generation import Generation
 from kvikk.server.openai.answer import Heading, UsageWanted, usage_of
 from kvikk.server.openai.logprobs import TokenBytes, chat_logprobs, prompt_logprobs
 from kvikk.server.openai.requests import ChatBody
@@ -170,19 +172,19 @@ class ChatAnswer:
     def __post_init__(self) -> None:
         self._bytes = TokenBytes(self.service.tokenizer)
         self._said = [Said(parser=self._parser()) for _ in range(self.body.n or 1)]
+        self._has_begun = False
 
     async def whole(self) -> ChatCompletion:
         """The answer in one object."""
         async for _ in self._read():
             pass
-        prompt = self.generation.prompt_logprobs
         return ChatCompletion(
             id=self.heading.id,
             created=self.heading.created,
             model=self.heading.model,
             choices=[self._choice(index, said) for index, said in enumerate(self._said)],
             usage=usage_of([self.generation]),
-            prompt_logprobs=None if prompt is None else prompt_logprobs(prompt),
+            prompt_logprobs=self._prompt_logprobs(),
             prompt_token_ids=self.generation.prompt_token_ids if self.body.return_token_ids else None,
         )
 
@@ -254,7 +256,7 @@ class ChatAnswer:
         said.entries, said.ids = [], []
 
     def _chunk(self, choices: list[ChatChunkChoice], wanted: UsageWanted, *, with_usage: bool) -> bytes:
-        """One event, without the fields that say nothing."""
+        """One event, without the fields that say nothing. What is asked of the prompt goes with the first."""
         chunk = ChatChunk(
             id=self.heading.id,
             object="chat.completion.chunk",
@@ -262,9 +264,19 @@ class ChatAnswer:
             model=self.heading.model,
             choices=choices,
         )
+        if not self._has_begun:
+            self._has_begun = True
+            if self.body.prompt_logprobs is not None:
+                chunk.prompt_logprobs = self._prompt_logprobs()
+            if self.body.return_token_ids:
+                chunk.prompt_token_ids = self.generation.prompt_token_ids
         if wanted.at_end:
             chunk.usage = usage_of([self.generation]) if with_usage else None
         return sse(chunk, exclude_unset=True)
+
+    def _prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
+        found = self.generation.prompt_logprobs
+        return None if found is None else prompt_logprobs(found)
 
     def _logprobs(self, said: Said) -> ChatLogprobs | None:
         if not self.body.logprobs:

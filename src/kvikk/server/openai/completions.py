@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import Response
@@ -11,7 +11,8 @@ from fastapi import Response
 from kvikk.engine import SamplingParams
 from kvikk.errors import InvalidRequest
 from kvikk.llm import Logprob
-from kvikk.server.generation import Generation, Piece
+from kvikk.llm.writer import Piece
+from kvikk.server.generation import Generation
 from kvikk.server.openai.answer import Heading, UsageWanted, merged, usage_of
 from kvikk.server.openai.logprobs import completion_logprobs, prompt_logprobs
 from kvikk.server.openai.requests import CompletionBody
@@ -112,13 +113,13 @@ class CompletionAnswer:
 
     async def whole(self) -> Completion:
         """The answer in one object."""
-        choices: dict[int, CompletionChoice] = {}
+        texts: dict[tuple[int, int], list[Piece]] = {}
         async for prompt, piece in merged(self.generations):
-            new = self._choice(prompt, piece, is_first=self._index(prompt, piece) not in choices)
-            choices[new.index] = joined(choices[new.index], new) if new.index in choices else new
-        for choice in choices.values():
+            texts.setdefault((prompt, piece.index), []).append(piece)
+        choices = [self._choice(prompt, joined(pieces), is_first=True) for (prompt, _), pieces in sorted(texts.items())]
+        for choice in choices:
             self._add_prompt_fields(choice)
-        return self._completion([choices[index] for index in sorted(choices)], with_usage=True)
+        return self._completion(choices, with_usage=True)
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer in server-sent events."""
@@ -187,20 +188,11 @@ class CompletionAnswer:
             choice.prompt_token_ids = generation.prompt_token_ids
 
 
-def joined(first: CompletionChoice, second: CompletionChoice) -> CompletionChoice:
-    """Two pieces of one text as one."""
-    logprobs = first.logprobs
-    if first.logprobs is not None and second.logprobs is not None:
-        logprobs = CompletionLogprobs(
-            text_offset=first.logprobs.text_offset + second.logprobs.text_offset,
-            token_logprobs=first.logprobs.token_logprobs + second.logprobs.token_logprobs,
-            tokens=first.logprobs.tokens + second.logprobs.tokens,
-            top_logprobs=first.logprobs.top_logprobs + second.logprobs.top_logprobs,
-        )
-    return second.model_copy(
-        update={
-            "text": first.text + second.text,
-            "logprobs": logprobs,
-            "token_ids": None if second.token_ids is None else (first.token_ids or []) + second.token_ids,
-        }
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """All pieces of one text as one."""
+    return replace(
+        pieces[-1],
+        text="".join(piece.text for piece in pieces),
+        token_ids=[token for piece in pieces for token in piece.token_ids],
+        logprobs=[entry for piece in pieces for entry in piece.logprobs],
     )

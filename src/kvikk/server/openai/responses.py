@@ -175,7 +175,7 @@ class ChatChunkChoice(BaseModel):
 
 
 class ChatChunk(BaseModel):
-    """One event of a streamed chat completion."""
+    """One event of a streamed chat completion. The prompt fields, vLLM's extensions, come with the first."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -183,6 +183,7 @@ class ChatChunk(BaseModel):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
     prompt_token_ids: list[int] | None = None
 
 
