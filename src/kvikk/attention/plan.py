@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,7 @@ from kvikk.types import NULL_BLOCK, BlockId, Position
 IntArray = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class QueryRun:
+class QueryRun(NamedTuple):
     """Consecutive positions of one row, computed in one step.
 
     A decode row is one run of one position; a chunk of a prompt is one run; a prompt with holes is several.

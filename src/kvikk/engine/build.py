@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvikk.attention import AttentionBackend, attention_backend
 from kvikk.engine.config import EngineConfig
@@ -95,6 +95,8 @@ def build_engine(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, Cap
         raise ConfigError(f"--numerics exact: {spec.name} was loaded for {spec.numerics}: load it for exact as well")
     geometry = spec.geometry(config.memory.block_size)
     device = config.model.torch_device()
+    tokens = config.scheduler.step_tokens(device.type)
+    config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=tokens))
     blocks = pool_blocks(config.memory, geometry, device)
     capacity = plan_capacity(loaded, config, blocks, geometry)
     store = KVStore(geometry, blocks + 1, device)
@@ -132,7 +134,7 @@ def _runner(
         store,
         backend,
         max_rows=config.scheduler.max_num_seqs,
-        max_tokens=config.scheduler.max_num_batched_tokens,
+        max_tokens=config.scheduler.step_tokens(),
         max_model_len=capacity.max_model_len,
         numerics=config.numerics,
         enforce_eager=config.enforce_eager,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvikk.errors import ConfigError
 from kvikk.memory import MemoryConfig
 from kvikk.models.config import ModelConfig
 from kvikk.types import Numerics
+
+CPU_STEP_TOKENS: Final = 1024
+GPU_STEP_TOKENS: Final = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,13 +21,14 @@ class SchedulerConfig:
     Args:
         max_num_seqs: rows running at once.
         max_num_batched_tokens: computed tokens of one step; bounds how long a running text waits for a long prompt.
+            When not given: 8,192 on a GPU, 1,024 on a CPU, and never fewer than `max_num_seqs`.
         no_progress_steps: after this many steps in a row in which nothing could be scheduled, the first waiting
             request fails with an error.
         admission_reserve: share of all blocks kept free for running rows when another is admitted.
     """
 
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 1024
+    max_num_batched_tokens: int | None = None
     no_progress_steps: int = 100
     admission_reserve: float = 0.01
 
@@ -34,11 +39,17 @@ class SchedulerConfig:
             raise ConfigError(f"--no-progress-steps {self.no_progress_steps} must be at least 1")
         if not 0 <= self.admission_reserve < 1:
             raise ConfigError(f"--admission-reserve {self.admission_reserve} is not a share from 0 to below 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs}: "
                 "each running row needs a token a step; raise the one or lower the other"
             )
+
+    def step_tokens(self, device_type: str = "cpu") -> int:
+        """Computed tokens of one step on a device."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(self.max_num_seqs, GPU_STEP_TOKENS if device_type == "cuda" else CPU_STEP_TOKENS)
 
 
 @dataclass(frozen=True, kw_only=True)

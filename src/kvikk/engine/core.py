@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import NamedTuple
 
 from kvikk.engine.config import EngineConfig
 from kvikk.engine.history import TokenHistory
@@ -27,8 +28,7 @@ from kvikk.prefix import LRU, KeySpace, PrefixCache, extend_keys
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineOutput:
+class EngineOutput(NamedTuple):
     """A token that a row gained in a step, its end, or both.
 
     A token that comes with STOP is an end token, and no text. `prompt_logprobs` comes once, with the request's first
@@ -108,12 +108,14 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._ahead = runner if isinstance(runner, AheadRunner) else None
         self._in_flight: deque[_InFlight] = deque()
+        self._outputs: list[EngineOutput] = []
+        """Not handed out yet: kept here, so that an interrupt in the midst of a step loses none."""
         self._idle_steps = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self._requests)
+        """Whether any request is unfinished, or an output not handed out."""
+        return bool(self._requests or self._outputs)
 
     def add(
         self,
@@ -152,6 +154,7 @@ class Engine:
             stop_ids=eos | frozenset(params.stop_tokens),
             arrival_s=self._clock(),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            is_plain=grammar is None and not params.has_penalties and not params.logit_bias and params.logprobs is None,
         )
         row = Row(
             request=request,
@@ -172,6 +175,7 @@ class Engine:
 
         A text that is given up before its prompt has been computed ends when the others begin.
         """
+        self._outputs = [o for o in self._outputs if o.request.id != request_id or choice not in (None, o.choice)]
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -203,74 +207,85 @@ class Engine:
         Where the runner can, a step is started before the one before it has been read: what is returned is then that
         one's, and the host works while the device does.
         """
-        outputs = self._collect(down_to=1)
+        self._collect(down_to=1)
         plan = self.scheduler.schedule()
-        if not plan.rows:
-            return outputs + (self._collect() if self._in_flight else self._note_idle(plan))
-        self._idle_steps = 0
-        self._note_start(plan)
+        if plan.rows:
+            self._idle_steps = 0
+            self._note_start(plan)
+            try:
+                self._compute(plan)
+            except BaseException:  # interrupted: as if the step had not been planned
+                self.scheduler.roll_back(plan)
+                raise
+            self._collect(down_to=1)
+        elif self._in_flight:
+            self._collect()
+        else:
+            self._outputs += self._note_idle(plan)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _compute(self, plan: StepPlan) -> None:
+        """Start a step where the runner can; else read all that is in flight, compute the step and read it."""
         try:
-            started = self._ahead.launch(plan) if self._ahead is not None else None
+            started = None if self._ahead is None else self._ahead.launch(plan)
         except Exception as error:
-            return outputs + self._collect() + self._fail_step(plan, error)
-        except BaseException:  # interrupted: as if the step had not been planned
-            self.scheduler.roll_back(plan)
-            raise
+            self._collect()
+            self._fail_step(plan, error)
+            return
         if started is None:
-            return outputs + self._collect() + self._execute(plan)
+            self._collect()
+            self._execute(plan)
+            return
         self._in_flight.append(_InFlight(plan, started))
         for scheduled in plan.rows:
             if scheduled.samples:
                 self._expect(scheduled.row)
-        return outputs + self._collect(down_to=1)
 
-    def _execute(self, plan: StepPlan) -> list[EngineOutput]:
+    def _execute(self, plan: StepPlan) -> None:
         """Compute a step and read it."""
         rows = [scheduled for scheduled in plan.rows if scheduled.row.finish_reason is None]
         if len(rows) < len(plan.rows):  # some ended when the step before was read
-            plan = replace(plan, rows=rows)
+            plan = replace(plan, rows=rows, tokens=sum(run.length for scheduled in rows for run in scheduled.runs))
         if not rows:
-            return []
+            return
         try:
             computed = self._runner.execute(plan)
         except Exception as error:
-            return self._fail_step(plan, error)
-        except BaseException:
-            self.scheduler.roll_back(plan)
-            raise
-        return self._take(plan, computed)
+            self._fail_step(plan, error)
+        else:
+            self._take(plan, computed)
 
-    def _collect(self, *, down_to: int = 0) -> list[EngineOutput]:
+    def _collect(self, *, down_to: int = 0) -> None:
         """Read the steps in flight, the oldest first, until so many are left."""
-        outputs: list[EngineOutput] = []
         while len(self._in_flight) > down_to:
             plan, step = self._in_flight[0].plan, self._in_flight[0].step
             try:
                 computed = step.results()
             except Exception as error:
                 self._in_flight.popleft()
-                for scheduled in plan.rows:  # blocks may have been indexed when the step was started
-                    self.prefix.discard(scheduled.row.blocks)
-                outputs += self._fail_step(plan, error)
+                self._fail_step(plan, error)
             else:
                 self._in_flight.popleft()
-                outputs += self._take(plan, computed)
-        return outputs
+                self._take(plan, computed)
 
-    def _take(self, plan: StepPlan, computed: list[RowResult]) -> list[EngineOutput]:
+    def _take(self, plan: StepPlan, computed: list[RowResult]) -> None:
         """Hand a step's results to its rows; some may have ended since it was started."""
         self.steps += 1
         self.computed_tokens += plan.tokens
         both = zip(plan.rows, computed, strict=True)
         results = [(scheduled, result) for scheduled, result in both if scheduled.row.finish_reason is None]
-        self.scheduler.commit(s.row for s, result in results if result.tokens or not s.samples)
-        return [out for scheduled, result in results for out in self._advance(scheduled, result)]
+        self.scheduler.commit(scheduled for scheduled, result in results if result.tokens or not scheduled.samples)
+        for scheduled, result in results:
+            self._outputs += self._advance(scheduled, result)
 
-    def _fail_step(self, plan: StepPlan, error: Exception) -> list[EngineOutput]:
+    def _fail_step(self, plan: StepPlan, error: Exception) -> None:
+        """A step is lost: its rows end, with what was in flight before it."""
         logger.error("step %d failed with %d rows", self.steps, len(plan.rows), exc_info=error)
         failure = StepFailed(f"the step failed: {error!r}")
-        rows = [scheduled.row for scheduled in plan.rows if scheduled.row.finish_reason is None]
-        return [out for row in rows for out in self._fail(row, failure)]
+        for scheduled in plan.rows:
+            if scheduled.row.finish_reason is None:
+                self._outputs += self._fail(scheduled.row, failure)
 
     def _expect(self, row: Row) -> None:
         """A row's next token is on its way."""
@@ -332,7 +347,7 @@ class Engine:
         both = zip(rows, result.tokens, strict=True)
         outputs = [out for r, token in both if r.finish_reason is None for out in self._append(r, token)]
         if is_first and request.prompt_logprobs is not None:
-            outputs[0] = replace(outputs[0], prompt_logprobs=request.prompt_logprobs)
+            outputs[0] = outputs[0]._replace(prompt_logprobs=request.prompt_logprobs)
         return outputs
 
     def _append(self, row: Row, token: SampledToken) -> list[EngineOutput]:
@@ -389,7 +404,7 @@ class Engine:
 
     def _note_idle(self, plan: StepPlan) -> list[EngineOutput]:
         """Nothing could be scheduled: harmless for a while, a stall when it lasts."""
-        self._idle_steps = self._idle_steps + 1 if self.has_work and not plan.preempted else 0
+        self._idle_steps = self._idle_steps + 1 if self._requests and not plan.preempted else 0
         if self._idle_steps < self._config.scheduler.no_progress_steps:
             return []
         self._idle_steps = 0

@@ -52,6 +52,8 @@ class Request:
     """Texts that were given up before the row forked."""
     prompt_logprobs: list[tuple[Logprob, ...] | None] | None = None
     """One for each token of the prompt, as far as known; None for the first. None altogether when not asked for."""
+    is_plain: bool = True
+    """Nothing shapes its tokens but temperature, top-k, top-p and min-p, and nothing is told of them."""
     cached_tokens: int = 0
     held_blocks: int = 0
     peak_blocks: int = 0
@@ -118,6 +120,9 @@ class Row:
     @property
     def missing_tokens(self) -> int:
         """Positions still to compute."""
+        if len(self.segments) == 1:
+            start, stop = self.segments[0]
+            return stop - start
         return sum(stop - start for start, stop in self.segments)
 
     @property
@@ -127,8 +132,8 @@ class Row:
 
     @property
     def generated(self) -> list[int]:
-        """Tokens after the prompt."""
-        return self.tokens[len(self.request.prompt_token_ids) :]
+        """Tokens after the prompt whose values are known."""
+        return self.tokens[len(self.request.prompt_token_ids) : self.known]
 
     def expect(self, *, is_last: bool) -> None:
         """A token is being sampled: a place is kept for it. Unless it is the last, it is what the next step computes.
@@ -168,6 +173,11 @@ class Row:
 
     def take(self, budget: int) -> list[QueryRun]:
         """Take up to `budget` positions off the front of the segments, as runs to compute now."""
+        if len(self.segments) == 1 and self.segments[0].stop - self.segments[0].start <= budget:  # as in decoding
+            ((start, stop),) = self.segments
+            runs = [QueryRun(self.blocks, Position(start), stop - start, not self.is_query_only)]
+            self.segments, self.is_query_only = [], False
+            return runs
         runs = []
         while self.segments and budget:
             start, stop = self.segments.pop(0)
@@ -176,7 +186,7 @@ class Row:
             if cut < stop:
                 self.segments.insert(0, Segment(cut, stop))
             write = not (self.is_query_only and not self.segments)
-            runs.append(QueryRun(blocks=self.blocks, start=Position(start), length=cut - start, write=write))
+            runs.append(QueryRun(self.blocks, Position(start), cut - start, write))
         if not self.segments:
             self.is_query_only = False
         return runs

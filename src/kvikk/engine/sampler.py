@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +22,7 @@ from kvikk.engine.noise import gumbel
 from kvikk.engine.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """A token and, when asked for, the log-probabilities of the likeliest tokens and of itself, where it is not one."""
 
     token_id: int

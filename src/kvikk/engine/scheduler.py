@@ -9,7 +9,7 @@ from math import ceil
 
 from kvikk.engine.config import SchedulerConfig
 from kvikk.engine.request import FinishReason, Row, Segment
-from kvikk.engine.step import StepPlan
+from kvikk.engine.step import ScheduledRow, StepPlan
 from kvikk.memory import BlockPool
 from kvikk.prefix import PrefixCache
 from kvikk.types import BlockId
@@ -37,6 +37,7 @@ class Scheduler:
         self._pool = pool
         self._prefix = prefix
         self._page_size = page_size
+        self._step_tokens = config.step_tokens()
         self._reserve = ceil(config.admission_reserve * pool.total)
 
     def add(self, row: Row) -> None:
@@ -44,26 +45,33 @@ class Scheduler:
         insort(self.waiting, row, key=_arrival)
 
     def schedule(self) -> StepPlan:
-        """Plan one step, taking the blocks it needs. Every plan must be followed by `commit`, or its rows removed."""
+        """Plan one step, taking the blocks it needs.
+
+        Every plan must be followed by `commit` or `roll_back`, or its rows removed.
+        """
         plan = StepPlan()
         for row in list(self.running):
             if row.is_running and row.missing_tokens == 1 and self._make_tail_writable(row, plan):
                 plan.add(row, 1)
         for row in self.running:
-            if row.missing_tokens > 1 and plan.tokens < self.config.max_num_batched_tokens:
-                plan.add(row, self.config.max_num_batched_tokens - plan.tokens)
+            if row.missing_tokens > 1 and plan.tokens < self._step_tokens:
+                plan.add(row, self._step_tokens - plan.tokens)
         if not plan.preempted:
             self._admit(plan)
         return plan
 
-    def commit(self, rows: Iterable[Row]) -> None:
-        """What these rows were planned to compute has been computed: index the blocks that became full."""
+    def commit(self, computed: Iterable[ScheduledRow]) -> None:
+        """This much of a plan has been computed: index the blocks that became full.
+
+        The row may be planned further by now: what it has not computed yet is left to the next commit.
+        """
         if not self._prefix.enabled:
             return
-        for row in rows:
-            if not row.is_running:
+        for scheduled in computed:
+            row = scheduled.row
+            if row.blocks is not scheduled.runs[-1].blocks:  # it has lost its blocks since, and may have others
                 continue
-            complete = min(row.front, row.known) // self._page_size
+            complete = scheduled.front // self._page_size
             if complete > row.indexed_blocks:
                 keys = row.full_block_keys(self._page_size)[row.indexed_blocks : complete]
                 for index, key in enumerate(keys, row.indexed_blocks):
@@ -161,7 +169,7 @@ class Scheduler:
         """
         seats = self.config.max_num_seqs - sum(row.unforked for row in self.running)
         for row in self.waiting[: self.config.max_num_seqs]:
-            if plan.tokens >= self.config.max_num_batched_tokens or row.unforked > seats:
+            if plan.tokens >= self._step_tokens or row.unforked > seats:
                 return
             if row.pending:  # preempted while a token was being sampled: the next step knows it
                 continue
@@ -177,7 +185,7 @@ class Scheduler:
                 return
             self._prefix.claim(missing_keys, row)
             seats -= row.unforked
-            plan.add(row, self.config.max_num_batched_tokens - plan.tokens)
+            plan.add(row, self._step_tokens - plan.tokens)
 
     def _start(self, row: Row, hits: list[BlockId | None]) -> bool:
         """Give a row all the blocks its known tokens need, and its segments; False when there is no room."""

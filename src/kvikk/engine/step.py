@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvikk.attention.plan import QueryRun
 from kvikk.engine.logprobs import Logprob
@@ -12,8 +13,7 @@ from kvikk.engine.sampler import SampledToken
 from kvikk.types import BlockId
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRow:
+class ScheduledRow(NamedTuple):
     """A row's part of a step.
 
     Args:
@@ -21,12 +21,14 @@ class ScheduledRow:
         runs: what it computes.
         samples: how many tokens are sampled after them; 0: none.
         scores: positions of the prompt among them of which the log-probability of the next token is wanted.
+        front: the row's first position that is not computed after them.
     """
 
     row: Row
     runs: list[QueryRun]
     samples: int
     scores: range
+    front: int
 
 
 @dataclass(slots=True)
@@ -41,13 +43,12 @@ class StepPlan:
     def add(self, row: Row, budget: int) -> None:
         """Let a row compute up to `budget` tokens; it samples when nothing is missing then."""
         runs = row.take(budget)
-        self.tokens += sum(run.length for run in runs)
+        self.tokens += runs[0].length if len(runs) == 1 else sum(run.length for run in runs)
         scores = row.request.unscored(runs[-1].stop)
-        self.rows.append(ScheduledRow(row, runs, 0 if row.segments else row.unforked, scores))
+        self.rows.append(ScheduledRow(row, runs, 0 if row.segments else row.unforked, scores, row.front))
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What a step gave one row.
 
     Args:
@@ -56,7 +57,7 @@ class RowResult:
     """
 
     tokens: list[SampledToken]
-    prompt_logprobs: list[tuple[Logprob, ...]] = field(default_factory=list)
+    prompt_logprobs: Sequence[tuple[Logprob, ...]] = ()
 
 
 class PendingStep(Protocol):

@@ -1,8 +1,8 @@
 """The attention kernel: works a list of items off, for single queries and for several, over pages where they lie.
 
 One source for both: the queries of an item times the query heads of its KV head are the rows of one matrix product (16
-rows for decoding, 64 or 128 for chunks of a prompt). Softmax runs along the slots in fp32, with the usual rescaling. Items
-that are the only ones of their queries write the output; the others leave unnormalised parts for `merge`.
+rows for decoding, 64 or 128 for chunks of a prompt). Softmax runs along the slots in fp32, with the usual rescaling.
+Items that are the only ones of their queries write the output; the others leave unnormalised parts for `merge`.
 `twins.attend_items` is the same in PyTorch.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from kvikk.attention.gpu.planner import FIELDS, WorkList, body_arguments
 from kvikk.attention.gpu.rows import DecodeRows, RunRows
 from kvikk.memory.storage import KVStore
+from kvikk.models.gpu.launch import overlapping, wait_for_inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +31,7 @@ class Tile:
         warps: of a program.
         stages: tiles of KV in flight.
         part: above 0: slots are summed up in parts of so many, which are joined in order; a query's bits then do not
-            depend on how its slots are cut into items (at these multiples, or not at all), nor on the queries beside it.
-        overlap: start while the kernel before it ends (programmatic dependent launch, from compute capability 9.0 on).
+            depend on how its slots are cut into items (at these multiples, or not at all), nor on queries beside it.
     """
 
     rows: int
@@ -39,7 +39,6 @@ class Tile:
     warps: int
     stages: int
     part: int = 0
-    overlap: bool = False
 
     def queries(self, group: int) -> int:
         """Queries of an item where `group` query heads share a KV head."""
@@ -146,8 +145,8 @@ def attend_items(
         RAGGED=rows.bodies is not None,
         HAS_BIAS=bias is not None, HAS_LSE=lse is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-         OVERLAP=tile.overlap,
-        num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if tile.overlap else {}),
+         **overlapping(q.device),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -245,9 +244,7 @@ def _attend(
         row_bias += tl.maximum(bias_offset, 0) + head * tl.load(bias_strides + bias_row)
         bias_end = tl.where(bias_offset < 0, 0, end)
 
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     if queries > 0:  # the list is shorter than the grid
         is_query = row < queries * GROUP
         at = (token + row // GROUP).to(tl.int64)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvikk.attention.gpu.attend import Partials, Tile, join_part
 from kvikk.attention.gpu.planner import MERGE_FIELDS, WorkList
+from kvikk.models.gpu.launch import overlapping, wait_for_inputs
 
 PARTS_AT_ONCE = 16
 """Parts that are loaded together; of a fixed number, as it sets the order of the sum."""
@@ -41,7 +42,7 @@ def merge_items(
         out, out if lse is None else lse, partials.sums, partials.states, work.merges[plan],
         Q_HEADS=q_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), USED=used,
         PARTS=PARTS_AT_ONCE, RECORD=MERGE_FIELDS, IN_ORDER=tile.part > 0, HAS_LSE=lse is not None,
-        OVERLAP=tile.overlap, num_warps=4, **({"launch_pdl": True} if tile.overlap else {}),
+        num_warps=4, **overlapping(out.device),
     )  # fmt: skip
 
 
@@ -58,9 +59,7 @@ def _merge(
     head = tl.load(merge + 2)
     queries = tl.load(merge + 3)
     splits = tl.load(merge + 4)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(OVERLAP)
     if row < queries * GROUP:
         number = tl.arange(0, BLOCK_D)
         states = partial_states + (first * USED + row) * 2
@@ -75,8 +74,8 @@ def _merge(
                     is_part = base + step < splits
                     part_largest = tl.load(states + at * 2, mask=is_part, other=float("-inf"))
                     part_weight = tl.load(states + at * 2 + 1, mask=is_part, other=0.0)
-                    real = (number < HEAD_DIM) & is_part & (part_weight > 0.0)
-                    part = tl.load(sources + at * HEAD_DIM + number, mask=real, other=0.0)
+                    width = tl.where(is_part & (part_weight > 0.0), HEAD_DIM, 0)  # what is left out may be NaN
+                    part = tl.load(sources + at * HEAD_DIM + number, mask=number < width, other=0.0)
                     sums, largest, weight_sum = join_part(
                         sums, largest, weight_sum, part, part_largest, part_weight, False
                     )

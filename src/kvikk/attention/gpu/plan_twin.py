@@ -70,10 +70,9 @@ def plan_items(
         items, merges = _expand(pairs, chunk, chunking)
         work.items[plan, :, [3, 5, 6]] = 0  # spare items have no queries and no slots
         work.merges[plan, :, 3] = 0
-        for index, item in enumerate(items):
-            work.items[plan, index, : len(item)] = work.items.new_tensor(item)
-        for index, merge in enumerate(merges):
-            work.merges[plan, index, : len(merge)] = work.merges.new_tensor(merge)
+        for numbers, target in ((items, work.items[plan]), (merges, work.merges[plan])):
+            if numbers:
+                target[: len(numbers), : len(numbers[0])] = target.new_tensor(numbers)
         work.counts[plan] = work.counts.new_tensor([len(items), len(merges)])
 
 
@@ -84,10 +83,11 @@ def _pairs(rows: DecodeRows | RunRows, layer: int, kv_heads: int, page_size: int
     else:  # a query sees `length` slots: its own position is the last of them
         starts, tokens = [length - 1 for length in lengths], range(len(lengths))
         lengths = [1] * len(lengths)
+    bodies = None if rows.bodies is None else rows.bodies.lengths.tolist()
     pairs = []
     for row, (seat, token, start, queries) in enumerate(zip(seats, tokens, starts, lengths, strict=True)):
         for head in range(kv_heads):
-            body = 0 if rows.bodies is None else int(rows.bodies.lengths[seat, layer * kv_heads + head])
+            body = 0 if bodies is None else bodies[seat][layer * kv_heads + head]
             pairs.append(Pair(row, head, seat, token, start, queries, body, -(-body // page_size) * page_size))
     return pairs
 
@@ -124,7 +124,9 @@ def _expand(pairs: list[Pair], chunk: int, chunking: Chunking) -> tuple[list[lis
     partials = 0
     for pair in pairs:
         splits = max(-(-pair.slots // chunk), 1)
-        for tile in reversed(range(pair.tiles(chunking.tile_queries))):
+        tiles = pair.tiles(chunking.tile_queries)
+        for order, tile in enumerate(reversed(range(tiles))):
+            place = partials + order * splits  # of an item that is not cut it is not used
             first = tile * chunking.tile_queries
             queries = min(pair.queries - first, chunking.tile_queries)
             slots = pair.padded_body + pair.start + first + queries
@@ -132,15 +134,15 @@ def _expand(pairs: list[Pair], chunk: int, chunking: Chunking) -> tuple[list[lis
             if chunking.part:
                 piece = chunking.part if splits > 1 else WHOLE
             if splits > 1:
-                merges.append([partials, pair.token + first, pair.head, queries, splits])
+                merges.append([place, pair.token + first, pair.head, queries, splits])
             for part in range(splits):
                 begin = min(part * piece, slots)
                 end = min(begin + piece, slots)
                 items.append(
                     [pair.seat, pair.head, pair.token + first, queries, pair.start + first, begin, end]
-                    + [part, splits, pair.row, pair.body, partials + part]
+                    + [part, splits, pair.row, pair.body, place + part]
                 )
-            partials += splits if splits > 1 else 0
+        partials += tiles * splits if splits > 1 else 0
     return items, merges
 
 

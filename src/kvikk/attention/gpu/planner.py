@@ -1,8 +1,8 @@
 """The work list: which program of the attention kernel reads which slots for which queries, planned on the device.
 
 Two small kernels, once a step for all layers of uniform rows (once a layer where rows have bodies of their own
-lengths). The first, one program, weighs all (row, KV head) pairs and shares their slots out in chunks of equal work; the
-second writes the items. Nothing is read back. `plan_twin.plan_items` is the same in plain Python.
+lengths). The first, one program, weighs all (row, KV head) pairs and shares their slots out in chunks of equal work;
+the second writes the items. Nothing is read back. `plan_twin.plan_items` is the same in plain Python.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvikk.memory.storage import KVStore
+from kvikk.models.gpu.launch import overlapping, wait_for_inputs
 from kvikk.models.protocol import HeadNorm
 
 HEADS_AT_ONCE = 4
@@ -56,6 +57,7 @@ def store_heads(
         Q_HEADS=q_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
         ROTARY=0 if rope is None else rope.shape[2], PAGE=geometry.page_size, HEADS=HEADS_AT_ONCE,
         HAS_NORM=norm is not None, WIDE=norm is not None and norm.wide, num_warps=4,
+        **overlapping(heads.device),
     )  # fmt: skip
 
 
@@ -71,6 +73,7 @@ def _store(
     heads, stride, slots, q_out, pool, frames_per_block, first_frame, rope, positions, q_weight, k_weight, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     ROTARY: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, WIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -78,6 +81,8 @@ def _store(
     real = (head < Q_HEADS + 2 * KV_HEADS)[:, None] & (number < HEAD_DIM)[None, :]
     is_query = head < Q_HEADS
     is_value = head >= Q_HEADS + KV_HEADS
+    slot = tl.load(slots + token)
+    wait_for_inputs(OVERLAP)
     source = heads + token * stride + head[:, None] * HEAD_DIM
     raw = tl.load(source + number[None, :], mask=real, other=0.0)
     dtype = raw.dtype
@@ -107,7 +112,6 @@ def _store(
     tl.store(
         q_out + (token * Q_HEADS + head)[:, None] * HEAD_DIM + number[None, :], result, mask=real & is_query[:, None]
     )
-    slot = tl.load(slots + token)
     lane = head - Q_HEADS - tl.where(is_value, KV_HEADS, 0)
     frame = slot // PAGE * frames_per_block + first_frame + lane
     target = frame * (2 * PAGE * HEAD_DIM) + tl.where(is_value, PAGE * HEAD_DIM, 0) + slot % PAGE * HEAD_DIM

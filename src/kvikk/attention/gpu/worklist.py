@@ -85,7 +85,7 @@ class WorkListAttention:
     def attend(
         self, layer: int, q: Tensor, out: Tensor, *, scale: float, lse: Tensor | None = None, bias: Bias | None = None
     ) -> None:
-        """See `DecodeRoute.attend`; q and out have a row for each token, `lse` and `bias` are those of `attend_items`."""
+        """See `DecodeRoute.attend`; q and out have a row for each token; `lse`, `bias`: see `attend_items`."""
         if self._rows is None:
             raise ValueError("attend comes after plan")
         attend_items(
@@ -183,7 +183,7 @@ def decode_tile(group: int, store: KVStore) -> Tile:
     slots = 128 * 2 // store.geometry.dtype.itemsize
     if store.geometry.head_dim > 128:
         slots //= 2
-    return Tile(rows=_rows(16, group), slots=slots, warps=4, stages=3, overlap=can_overlap(store.device))
+    return Tile(rows=_rows(16, group), slots=slots, warps=4, stages=3)
 
 
 def run_tile(group: int, store: KVStore, tokens: int) -> Tile:
@@ -194,7 +194,7 @@ def run_tile(group: int, store: KVStore, tokens: int) -> Tile:
         slots, stages = 32, 2
     elif tokens >= LONG_RUNS:
         rows, slots, warps, stages = (64, 128, 4, 2) if geometry.head_dim <= 64 else (128, 128, 8, 3)
-    return Tile(rows=_rows(rows, group), slots=slots, warps=warps, stages=stages, overlap=can_overlap(store.device))
+    return Tile(rows=_rows(rows, group), slots=slots, warps=warps, stages=stages)
 
 
 def exact_tile(group: int, store: KVStore) -> Tile:
@@ -203,14 +203,8 @@ def exact_tile(group: int, store: KVStore) -> Tile:
     small = geometry.head_dim > 128 or geometry.dtype == torch.float32
     return Tile(
         rows=_rows(EXACT_ROWS, group), slots=32 if small else 64, warps=4, stages=2, part=EXACT_PART,
-        overlap=can_overlap(store.device),
     )  # fmt: skip
 
 
 def _rows(rows: int, group: int) -> int:
     return max(rows, 1 << (group - 1).bit_length())
-
-
-def can_overlap(device: torch.device) -> bool:
-    """Whether a kernel can start while the one before it ends."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -25,7 +25,6 @@ from kvikk.engine.gpu.descriptor import (
 from kvikk.engine.gpu.program import Machine, StepProgram, Workspace
 from kvikk.engine.gpu.seats import Mirror, SeatMap
 from kvikk.engine.gpu.state import SeatState
-from kvikk.engine.request import Row
 from kvikk.engine.runner import ModelRunner, sampling_tasks
 from kvikk.engine.sampler import SampledToken, sample
 from kvikk.engine.step import RowResult, ScheduledRow, StepPlan
@@ -41,6 +40,9 @@ KEPT_SHAPES: Final = 12
 """Shapes of uncaptured steps whose buffers are kept."""
 GRAPH_TOKENS: Final = 512
 """Steps with prompts are captured up to here; longer ones keep the GPU busy while they are launched."""
+
+
+NO_TOKEN: Final = RowResult([])
 
 
 def decode_sizes(rows: int) -> list[int]:
@@ -130,13 +132,14 @@ class GpuRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StartedStep | None:
         """See `engine.step.AheadRunner`."""
-        if all(not scheduled.scores and (not scheduled.samples or is_plain(scheduled)) for scheduled in plan.rows):
-            return self._start(plan)
-        return None
+        for scheduled in plan.rows:
+            if scheduled.scores or (scheduled.samples and not is_plain(scheduled)):
+                return None
+        return self._start(plan)
 
     def _start(self, plan: StepPlan) -> StartedStep:
         self._store.copy_blocks(plan.copies)
-        content, sampled = self._describe(plan)
+        content, sampled, shaped = self._describe(plan)
         program = self._program(content, len(sampled))
         self._send(content, program.shape)
         program.launch()
@@ -146,38 +149,43 @@ class GpuRunner:
         done = self._done[self._turn]
         if done is not None:
             done.record()
-        return StartedStep(plan, program, sampled, tokens, done)
+        return StartedStep(plan, program, sampled, shaped, tokens, done)
 
-    def _describe(self, plan: StepPlan) -> tuple[StepContent, list[ScheduledRow]]:
-        """The step in numbers, and the rows that sample, in the order of the outputs."""
+    def _describe(self, plan: StepPlan) -> tuple[StepContent, list[int], list[int]]:
+        """The step in numbers, which rows of the plan its outputs are for, and which outputs the host has to sample."""
         content = StepContent()
-        of_singles: list[tuple[ScheduledRow, Mirror, int]] = []
-        of_runs: list[tuple[ScheduledRow, Mirror, int]] = []
-        for scheduled in plan.rows:
-            row, runs = scheduled.row, scheduled.runs
-            mirror = self._seats.mirror(row, content.commands)
-            self._seats.write_table(mirror, content.writes)
+        singles, commands, writes = content.singles, content.commands, content.writes
+        of_singles: list[tuple[int, Mirror, int]] = []
+        of_runs: list[tuple[int, Mirror, int]] = []
+        for index, (row, runs, samples, _, _) in enumerate(plan.rows):
+            mirror = self._seats.mirror(row, commands)
+            self._seats.write_table(mirror, writes)
             if len(runs) == 1 and runs[0].length == 1:
                 run = runs[0]
                 flags = (IS_ROW | IS_STORED) if run.write else IS_ROW
                 if mirror.position == run.start:
                     flags |= FROM_DEVICE
-                if scheduled.samples:
-                    of_singles.append((scheduled, mirror, len(content.singles) // SINGLE))
-                content.singles += (mirror.seat, flags, row.tokens[run.start], run.start)
+                if samples:
+                    of_singles.append((index, mirror, len(singles) // SINGLE))
+                singles += (mirror.seat, flags, row.tokens[run.start], run.start)
             else:
                 for run in runs:
                     offset = len(content.tokens)
                     content.runs += (mirror.seat, run.start, run.length, offset if run.write else -1 - offset)
                     content.tokens += row.tokens[run.start : run.stop]
-                if scheduled.samples:
-                    of_runs.append((scheduled, mirror, len(content.tokens) - 1))
-        singles = self._singles_size(content)
-        of_runs = [(scheduled, mirror, singles + token) for scheduled, mirror, token in of_runs]
-        for scheduled, mirror, token in of_singles + of_runs:
+                if samples:
+                    of_runs.append((index, mirror, len(content.tokens) - 1))
+        before_runs = self._singles_size(content) if of_runs else 0
+        of_singles += [(index, mirror, before_runs + token) for index, mirror, token in of_runs]
+        shaped = []
+        for place, (index, mirror, token) in enumerate(of_singles):
             content.outputs += (token, mirror.seat)
-            mirror.position = len(scheduled.row.tokens) if is_plain(scheduled) else -1
-        return content, [scheduled for scheduled, _, _ in of_singles + of_runs]
+            if is_plain(plan.rows[index]):
+                mirror.position = len(mirror.row.tokens)
+            else:
+                mirror.position = -1
+                shaped.append(place)
+        return content, [index for index, _, _ in of_singles], shaped
 
     def _singles_size(self, content: StepContent) -> int:
         """Rows with one query that the step's shape has room for."""
@@ -220,14 +228,16 @@ class StartedStep:
     Args:
         plan: what was asked for.
         program: what computes it.
-        sampled: the rows that sample, in the order of the outputs.
+        sampled: for each output, which row of the plan it is for.
+        shaped: the outputs that the host samples.
         tokens: `[outputs]` int32 on the host, filled when `done`; -1: there can be no token.
         done: None where everything is done at once.
     """
 
     plan: StepPlan
     program: StepProgram
-    sampled: list[ScheduledRow]
+    sampled: list[int]
+    shaped: list[int]
     tokens: Tensor
     done: torch.cuda.Event | None
 
@@ -235,30 +245,26 @@ class StartedStep:
         """See `engine.step.PendingStep`."""
         if self.done is not None:
             self.done.synchronize()
-        drawn: dict[Row, list[SampledToken]] = {}
-        on_host = []
-        for place, (scheduled, token) in enumerate(zip(self.sampled, self.tokens.tolist(), strict=True)):
-            if not is_plain(scheduled):
-                on_host.append((place, scheduled))
-            elif token >= 0:
-                drawn[scheduled.row] = [SampledToken(token)]
-        if on_host:
-            drawn |= self._sample_on_host(on_host)
-        return [RowResult(tokens=drawn.get(scheduled.row, [])) for scheduled in self.plan.rows]
+        results = [NO_TOKEN] * len(self.plan.rows)
+        for index, token in zip(self.sampled, self.tokens.tolist(), strict=True):
+            if token >= 0:
+                results[index] = RowResult([SampledToken(token)])
+        if self.shaped:
+            self._sample_on_host(results)
+        return results
 
     @torch.inference_mode()
-    def _sample_on_host(self, places: list[tuple[int, ScheduledRow]]) -> dict[Row, list[SampledToken]]:
+    def _sample_on_host(self, results: list[RowResult]) -> None:
         """Sample what the device cannot: grammars, penalties, biases, log-probabilities, texts that fork."""
         assert self.program.logits is not None
-        tasks = [sampling_tasks(scheduled) for _, scheduled in places]
-        rows = [place for (place, _), of_row in zip(places, tasks, strict=True) for _ in of_row]
-        drawn = iter(sample(self.program.logits[rows], [task for of_row in tasks for task in of_row]))
-        found = {}
-        for _, scheduled in places:
+        rows = [self.plan.rows[self.sampled[place]] for place in self.shaped]
+        tasks = [sampling_tasks(scheduled) for scheduled in rows]
+        places = [place for place, of_row in zip(self.shaped, tasks, strict=True) for _ in of_row]
+        drawn = iter(sample(self.program.logits[places], [task for of_row in tasks for task in of_row]))
+        for place, scheduled in zip(self.shaped, rows, strict=True):
             tokens = [next(drawn) for _ in range(scheduled.samples)]
-            if None not in tokens:
-                found[scheduled.row] = [token for token in tokens if token is not None]
-        return found
+            known = [token for token in tokens if token is not None]
+            results[self.sampled[place]] = RowResult(known) if len(known) == len(tokens) else NO_TOKEN
 
 
 def size_runs(tokens: int) -> int:
@@ -280,9 +286,8 @@ def _power_of_two(number: int) -> int:
 
 def is_plain(scheduled: ScheduledRow) -> bool:
     """Whether nothing but the device's own sampling parameters shapes the row's next token."""
-    row, params = scheduled.row, scheduled.row.request.params
-    if scheduled.samples > 1 or row.history is not None or row.grammar is not None:
+    request = scheduled.row.request
+    if not request.is_plain or scheduled.samples > 1:
         return False
-    if params.logit_bias or params.logprobs is not None:
-        return False
-    return len(row.tokens) - len(row.request.prompt_token_ids) >= params.min_tokens or not row.request.stop_ids
+    least = request.params.min_tokens
+    return not least or len(scheduled.row.tokens) - len(request.prompt_token_ids) >= least or not request.stop_ids

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvikk.models.gpu.launch import overlapping, wait_for_inputs
+
 BLOCK = 1024
 
 
@@ -26,15 +28,16 @@ def silu_gate(gate_up: Tensor) -> Tensor:
         raise ValueError(f"a gate takes contiguous [rows, 2 * ffn], not {tuple(gate_up.shape)} {gate_up.stride()}")
     rows, ffn = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, ffn), dtype=gate_up.dtype, device=gate_up.device)
-    _gate[(rows, triton.cdiv(ffn, BLOCK))](gate_up, out, ffn, BLOCK=BLOCK, num_warps=4)
+    _gate[(rows, triton.cdiv(ffn, BLOCK))](gate_up, out, ffn, BLOCK=BLOCK, num_warps=4, **overlapping(out.device))
     return out
 
 
 @triton.jit
-def _gate(gate_up, out, ffn, BLOCK: tl.constexpr):
+def _gate(gate_up, out, ffn, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = number < ffn
+    wait_for_inputs(OVERLAP)
     source = gate_up + row * 2 * ffn + number
     gate = tl.load(source, mask=real, other=0.0).to(tl.float32)
     up = tl.load(source + ffn, mask=real, other=0.0).to(tl.float32)

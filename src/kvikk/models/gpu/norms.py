@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvikk.models.gpu.launch import overlapping, wait_for_inputs
 from kvikk.models.gpu.layout import aligned, is_aligned
 
 NUMBERS_PER_WARP = 256
@@ -87,14 +88,15 @@ def _launch(
     block = triton.next_power_of_2(width)
     warps = max(1, min(MOST_WARPS, block // NUMBERS_PER_WARP))
     _norm[grid](
-        x, delta, aligned(weight), out, *strides, eps, WIDTH=width, BLOCK=block, ADD=add, WIDE=wide, num_warps=warps
-    )
+        x, delta, aligned(weight), out, *strides, eps, WIDTH=width, BLOCK=block, ADD=add, WIDE=wide, num_warps=warps,
+        **overlapping(x.device),
+    )  # fmt: skip
 
 
 @triton.jit
 def _norm(
     x, delta, weight, out, row_stride, group_stride, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, WIDE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -103,6 +105,8 @@ def _norm(
     place = (row * tl.num_programs(1) + group) * WIDTH + number
     source = x + row * row_stride + group * group_stride + number
     dtype = x.dtype.element_ty
+    factor = tl.load(weight + number, mask=real, other=0.0).to(tl.float32)
+    wait_for_inputs(OVERLAP)
     value = tl.load(source, mask=real, other=0.0).to(tl.float32)
     if ADD:
         total = (value + tl.load(delta + place, mask=real, other=0.0).to(tl.float32)).to(dtype)
@@ -112,5 +116,4 @@ def _norm(
     scaled = value * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     if not WIDE:
         scaled = scaled.to(dtype).to(tl.float32)
-    factor = tl.load(weight + number, mask=real, other=0.0).to(tl.float32)
     tl.store(out + place, (scaled * factor).to(dtype), mask=real)
