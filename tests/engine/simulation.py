@@ -3,15 +3,19 @@
 The simulated runner refuses to read a slot that does not hold exactly what the row would have computed, and samples
 tokens as a function of the prefix and of what its row keeps besides (counts of tokens for penalties, the state of a
 grammar). So a text that came out right was computed over the right memory, with the right state.
+
+`AheadShadowRunner` starts steps before the host has read the ones before them: what it samples stays on its device.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +25,7 @@ from kvikk.engine.config import EngineConfig, SchedulerConfig
 from kvikk.engine.core import Engine, EngineOutput
 from kvikk.engine.limits import EngineLimits
 from kvikk.engine.logprobs import Logprob
-from kvikk.engine.request import FinishReason, Request
+from kvikk.engine.request import UNKNOWN, FinishReason, Request, Row
 from kvikk.engine.runner import sampling_tasks
 from kvikk.engine.sampler import SampledToken
 from kvikk.engine.sampling_params import SamplingParams
@@ -30,11 +34,16 @@ from kvikk.errors import PinRefused
 from kvikk.grammar import StructuredOutputsParams
 from kvikk.memory import BlockPool
 from kvikk.prefix import KeySpace
+from kvikk.types import BlockId, BlockKey
 
 PAGE = 4
 VOCABULARY = 50
 EOS = 7
 FORM, STRICT_FORM = StructuredOutputsParams(regex="lax"), StructuredOutputsParams(regex="strict")
+GARBAGE = -1
+"""What a slot holds that no prefix stands for."""
+
+T = TypeVar("T")
 
 
 def prefix_hashes(tokens: list[int]) -> list[int]:
@@ -111,29 +120,49 @@ class ShadowRunner:
         self.nan_next = False
         self.interrupt_next = False
         self.largest_step = 0
+        self.computed_tokens = 0
+        self.prompt_tokens: Counter[str] = Counter()
+        """Positions of the prompt that were computed for each request."""
         self.last_plan: StepPlan | None = None
         self.violation: AssertionError | None = None
 
     def execute(self, plan: StepPlan) -> list[RowResult]:
-        """Run a plan. The engine survives a step that fails, so a violation is kept for the world to raise."""
+        """Run a plan."""
+        results = self.watched(lambda: self.compute(plan))
+        self.computed_tokens += token_count(plan)
+        return results
+
+    def watched(self, run: Callable[[], T]) -> T:
+        """The engine survives a step that fails, so a violation is kept for the world to raise."""
         try:
-            return self._execute(plan)
+            return run()
         except AssertionError as violation:
             self.violation = violation
             raise
 
-    def _execute(self, plan: StepPlan) -> list[RowResult]:
+    def known_tokens(self, row: Row) -> list[int]:
+        """The row's tokens, as what computes them knows them."""
+        return row.tokens
+
+    def is_spoilt(self, row: Row) -> bool:
+        """Whether all that the row reads and writes is garbage, as the host is about to learn."""
+        return False
+
+    def compute(self, plan: StepPlan) -> list[RowResult]:
         assert self.pool is not None
         self.last_plan = plan
         self.largest_step = max(self.largest_step, plan.tokens)
         for source, target in plan.copies:
             assert target != 0
             for offset in range(PAGE):
-                self.content[target, offset] = self.content.get((source, offset), -1)
-        hashes = [prefix_hashes(s.row.tokens) for s in plan.rows]
+                self.content[target, offset] = self.content.get((source, offset), GARBAGE)
+        tokens = [self.known_tokens(s.row) for s in plan.rows]
+        assert not any(UNKNOWN in own for own in tokens), "a token is computed that nobody knows"
+        hashes = [prefix_hashes(own) for own in tokens]
         written: set[tuple[int, int]] = set()
         for scheduled, own in zip(plan.rows, hashes, strict=True):
             assert all(a.stop <= b.start for a, b in pairwise(scheduled.runs)), "runs are in ascending order"
+            is_garbage = self.fail_next or self.is_spoilt(scheduled.row)
             for run in scheduled.runs:
                 for position in range(run.start, run.stop) if run.write else ():
                     block, offset = run.blocks[position // PAGE], position % PAGE
@@ -142,7 +171,7 @@ class ShadowRunner:
                     assert not self.pool.is_kept(block), "an indexed block is never written"
                     assert (block, offset) not in written, "two rows write one slot"
                     written.add((block, offset))
-                    self.content[block, offset] = -1 if self.fail_next else own[position]
+                    self.content[block, offset] = GARBAGE if is_garbage else own[position]
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("injected")
@@ -151,24 +180,33 @@ class ShadowRunner:
             raise KeyboardInterrupt
         results = []
         for scheduled, own in zip(plan.rows, hashes, strict=True):
+            row = scheduled.row
             for run in scheduled.runs:
-                for position in range(run.stop):
+                prompt = row.request.prompt_token_ids
+                self.prompt_tokens[row.request.id] += max(0, min(run.stop, len(prompt)) - run.start)
+                for position in range(run.stop) if not self.is_spoilt(row) else ():
                     held = self.content[run.blocks[position // PAGE], position % PAGE]
-                    assert held == own[position], f"{scheduled.row.id} reads a wrong slot at {position}"
+                    assert held == own[position], f"{row.id} reads a wrong slot at {position}"
             if scheduled.samples:
-                assert scheduled.runs[-1].stop == len(scheduled.row.tokens)
+                assert scheduled.runs[-1].stop == len(row.tokens)
+                generated = len(row.tokens) - len(row.request.prompt_token_ids)
+                assert generated != row.request.params.max_tokens, "no step is planned after the last token"
             computed = {position for run in scheduled.runs for position in range(run.start, run.stop)}
             assert computed.issuperset(scheduled.scores), "what is scored is computed in the same step"
-            scores = [score(own[position], scheduled.row.tokens[position + 1]) for position in scheduled.scores]
+            scores = [score(own[position], row.tokens[position + 1]) for position in scheduled.scores]
             results.append(RowResult(self._sample(scheduled, own[-1]), scores))
         if self.nan_next and any(result.tokens for result in results):
             self.nan_next = False
             index = next(i for i, result in enumerate(results) if result.tokens)
             results[index].tokens.clear()
-            for run in plan.rows[index].runs:  # what it computed is garbage: nobody may read it again
-                for position in range(run.start, run.stop) if run.write else ():
-                    self.content[run.blocks[position // PAGE], position % PAGE] = -1
+            self.spoil(plan.rows[index])
         return results
+
+    def spoil(self, scheduled: ScheduledRow) -> None:
+        """What a row computed is garbage: nobody may read it again."""
+        for run in scheduled.runs:
+            for position in range(run.start, run.stop) if run.write else ():
+                self.content[run.blocks[position // PAGE], position % PAGE] = GARBAGE
 
     @staticmethod
     def _sample(scheduled: ScheduledRow, prefix_hash: int) -> list[SampledToken]:
@@ -179,13 +217,142 @@ class ShadowRunner:
         return [SampledToken(token) for token in tokens if token is not None]
 
 
+def token_count(plan: StepPlan) -> int:
+    return sum(run.length for scheduled in plan.rows for run in scheduled.runs)
+
+
+def host_has_a_say(scheduled: ScheduledRow) -> bool:
+    """Whether a row's next token, or what is told of it, depends on what the host knows or decides."""
+    row, params = scheduled.row, scheduled.row.request.params
+    if scheduled.scores:
+        return True
+    if not scheduled.samples:
+        return False
+    generated = len(row.tokens) - len(row.request.prompt_token_ids)
+    return (
+        scheduled.samples > 1
+        or params.has_penalties
+        or row.grammar is not None
+        or bool(params.logit_bias)
+        or params.logprobs is not None
+        or (generated < params.min_tokens and bool(row.request.stop_ids))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LeftToken:
+    """A token that a row's last step left on the device, for the step that computes it."""
+
+    blocks: list[BlockId]
+    position: int
+    token: int
+
+
+class ShadowStep:
+    """A step that has been started. The shadow memory has changed; the host learns of it in `results` alone."""
+
+    def __init__(self, runner: AheadShadowRunner, plan: StepPlan, found: list[RowResult], *, fails: bool) -> None:
+        self.runner, self.plan, self._found, self._fails = runner, plan, found, fails
+        self.number = runner.launched
+
+    def results(self) -> list[RowResult]:
+        if self.runner.interrupt_results_next:
+            self.runner.interrupt_results_next = False
+            raise KeyboardInterrupt
+        return self.runner.watched(self._read)
+
+    def _read(self) -> list[RowResult]:
+        runner = self.runner
+        assert runner.unread.popleft() is self, "steps are read once, in the order in which they were started"
+        for scheduled in self.plan.rows:
+            is_past = runner.spoilt.get(scheduled.row, self.number) < self.number
+            assert scheduled.row.finish_reason or not is_past, "a row goes on after its step has failed"
+        if self._fails:
+            raise RuntimeError("injected, and seen late")
+        runner.computed_tokens += token_count(self.plan)
+        return self._found
+
+
+class AheadShadowRunner(ShadowRunner):
+    """Starts steps ahead, as a GPU does: they run in the order of `launch`, whatever the host has seen by then.
+
+    A row whose step gave garbage is spoilt: steps that were started before the host could know compute more of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fail_results_next = False
+        self.interrupt_results_next = False
+        self.unread: deque[ShadowStep] = deque()
+        self.spoilt: dict[Row, int] = {}
+        """Rows, and in which of the steps started it happened."""
+        self.launched = 0
+        self.launched_over_another = 0
+        self._left: dict[Row, LeftToken] = {}
+
+    def launch(self, plan: StepPlan) -> ShadowStep | None:
+        """See `engine.step.AheadRunner`."""
+        if any(host_has_a_say(scheduled) for scheduled in plan.rows):
+            return None
+        return self.watched(lambda: self._launch(plan))
+
+    def known_tokens(self, row: Row) -> list[int]:
+        """A token that its last step left is taken from there, whether the host knows it by now or not."""
+        left = self._left.get(row)
+        if left is None or left.blocks is not row.blocks or left.position != len(row.tokens) - 1:
+            return row.tokens
+        assert row.tokens[-1] in (UNKNOWN, left.token)
+        return [*row.tokens[:-1], left.token]
+
+    def is_spoilt(self, row: Row) -> bool:
+        return row in self.spoilt
+
+    def spoil(self, scheduled: ScheduledRow) -> None:
+        super().spoil(scheduled)
+        self.spoilt.setdefault(scheduled.row, self.launched)
+
+    def compute(self, plan: StepPlan) -> list[RowResult]:
+        if any(host_has_a_say(scheduled) for scheduled in plan.rows):
+            assert not self.unread, "what the host has a say in is computed when it has read all before"
+            assert not any(scheduled.row.pending for scheduled in plan.rows)
+        found = super().compute(plan)
+        for scheduled, result in zip(plan.rows, found, strict=True):
+            row = scheduled.row
+            self._left.pop(row, None)
+            if scheduled.samples and not host_has_a_say(scheduled):
+                token = result.tokens[0].token_id if result.tokens else 0
+                self._left[row] = LeftToken(row.blocks, len(row.tokens), token)
+        return found
+
+    def _launch(self, plan: StepPlan) -> ShadowStep:
+        assert len(self.unread) <= 1, "there is room for the tokens of two steps"
+        found = self.compute(plan)
+        fails, self.fail_results_next = self.fail_results_next, False
+        for scheduled in plan.rows if fails else ():
+            self.spoil(scheduled)
+        step = ShadowStep(self, plan, found, fails=fails)
+        self.launched += 1
+        self.launched_over_another += bool(self.unread)
+        self.unread.append(step)
+        for row in [row for row in self._left if row.finish_reason]:
+            del self._left[row]
+        return step
+
+
 class World:
     """An engine, its shadow memory, and a record of what every request should and did get."""
 
     def __init__(
-        self, blocks: int, *, max_len: int = 60, seqs: int = 8, budget: int = 16, caching: bool = True
+        self,
+        blocks: int,
+        *,
+        max_len: int = 60,
+        seqs: int = 8,
+        budget: int = 16,
+        caching: bool = True,
+        runner: ShadowRunner | None = None,
     ) -> None:
-        self.runner = ShadowRunner()
+        self.runner = runner or ShadowRunner()
         self.clock = Clock()
         self.max_len = max_len
         keyspace = KeySpace(model="toy", rope="none", kv_format="shadow", page_size=PAGE, numerics="fast")
@@ -207,6 +374,9 @@ class World:
         self.texts: dict[tuple[str, int], list[int]] = {}
         self.ends: dict[tuple[str, int], FinishReason] = {}
         self.scored: set[str] = set()
+        self.given_up: set[tuple[str, int]] = set()
+        self.meanings: dict[BlockKey, list[int]] = {}
+        """What the slots of a block of each key hold."""
         self.completed = 0
         self.stuck = 0
         self.finished = 0
@@ -219,22 +389,21 @@ class World:
         return request
 
     def abort(self, request_id: str) -> None:
-        for row in self.requests[request_id].rows:
-            self.texts.pop((request_id, row.choice), None)
+        request = self.requests.pop(request_id)
+        self.given_up |= {(request_id, choice) for choice in range(request.params.n)}
         self.engine.abort(request_id)
-        del self.requests[request_id]
 
     def abort_choice(self, request_id: str, choice: int) -> bool:
         """Give up one text; the others must come out as if nothing had happened."""
         done = self.engine.abort(request_id, choice)
-        self.texts.pop((request_id, choice), None)
-        if not self.engine.is_active(request_id):
-            del self.requests[request_id]
+        self.given_up.add((request_id, choice))
+        self._forget_ended(self.requests[request_id])
         return done
 
     def step(self, *, check: bool = True) -> list[EngineOutput]:
         """One step, recorded and checked."""
         self.clock.now += 0.01
+        requests = list(self.engine.requests)
         try:
             outputs = self.engine.step()
         except KeyboardInterrupt:
@@ -243,6 +412,8 @@ class World:
             raise self.runner.violation
         for out in outputs:
             key = (out.request.id, out.choice)
+            assert key not in self.given_up, "what was given up is not heard of again"
+            assert key not in self.ends, "what has ended is not heard of again"
             if out.prompt_logprobs is not None:
                 assert out.request.id not in self.scored, "prompts are scored once"
                 assert out.prompt_logprobs == expected_scores(out.request.prompt_token_ids)
@@ -250,12 +421,37 @@ class World:
             if out.token is not None:
                 scored = out.request.params.prompt_logprobs is None or out.request.id in self.scored
                 assert scored, "the scores come with the first token"
+                assert out.token.token_id != UNKNOWN
                 self.texts.setdefault(key, []).append(out.token.token_id)
             if out.finish_reason is not None:
                 self._end(out)
         if check:
             self.engine.check()
+            self._check_rows(requests)
+            self._check_cached_blocks(requests)
         return outputs
+
+    def _check_rows(self, requests: list[Request]) -> None:
+        """What the host does not know is on its way, and of nothing that it does not know is there a key."""
+        flying = [scheduled.row for step in self.engine._in_flight for scheduled in step.plan.rows if scheduled.samples]
+        for request in requests:
+            assert request.held_blocks == len({block for row in request.rows for block in row.blocks})
+            for row in request.rows:
+                assert row.pending == (0 if row.finish_reason else sum(other is row for other in flying))
+                assert UNKNOWN not in row.generated
+                assert row.tokens.count(UNKNOWN) == row.pending
+                assert len(row.keys) - 1 <= row.known // PAGE
+
+    def _check_cached_blocks(self, requests: list[Request]) -> None:
+        """Every block that can be found holds what its key says."""
+        for row in [row for request in requests for row in request.rows]:
+            if row.keys[-1] not in self.meanings:
+                hashes = prefix_hashes(row.tokens[: row.known])
+                for index, key in enumerate(row.keys):
+                    self.meanings[key] = hashes[(index - 1) * PAGE : index * PAGE] if index else []
+        for block, key in self.engine.prefix._key_of.items():
+            held = [self.runner.content.get((block, offset)) for offset in range(PAGE)]
+            assert held == self.meanings[key], f"block {block} holds something else than its key says"
 
     def _end(self, out: EngineOutput) -> None:
         key = (out.request.id, out.choice)
@@ -269,8 +465,19 @@ class World:
             assert text == expected[: len(text)]
         else:
             assert text == expected
-        if all(row.finish_reason for row in out.request.rows):
-            self.requests.pop(out.request.id, None)
+        rows = out.request.rows
+        if out.choice < len(rows):
+            assert rows[out.choice].generated == text
+        if len(rows) == out.request.params.n and not any(row.preemptions for row in rows):
+            computed = self.runner.prompt_tokens[out.request.id]
+            is_computed_whole = out.finish_reason is not FinishReason.ERROR
+            assert not is_computed_whole or computed == len(out.request.prompt_token_ids) - out.request.cached_tokens
+        self._forget_ended(out.request)
+
+    def _forget_ended(self, request: Request) -> None:
+        texts = {(request.id, choice) for choice in range(request.params.n)}
+        if all(text in self.ends or text in self.given_up for text in texts):
+            self.requests.pop(request.id, None)
 
     def drain(self, limit: int = 10_000) -> None:
         steps = 0
@@ -278,6 +485,7 @@ class World:
             self.step()
             steps += 1
             assert steps < limit, "the engine stalls"
+        assert not self.requests, "every request has ended"
         pinned = self.engine.prefix.pinned
         assert self.engine.pool.held == pinned, "all rows are gone: only pins hold blocks"
 
@@ -290,12 +498,19 @@ def random_prompt(rng: random.Random, longest: int) -> list[int]:
     return (shared + tail)[:longest] or [rng.randrange(VOCABULARY)]
 
 
-def random_event(world: World, rng: random.Random) -> None:
-    """One thing that could happen between two steps of a busy server."""
+def random_event(world: World, rng: random.Random, *, plain_share: float = 0.0) -> None:
+    """One thing that could happen between two steps of a busy server.
+
+    Args:
+        world: it happens to.
+        rng: chooses.
+        plain_share: of the requests that want nothing but a text, which a step can be started ahead for.
+    """
     engine = world.engine
     what = rng.random()
     if what < 0.30 and len(world.requests) < 12:
         n = rng.choice([1, 1, 1, 2, 3])
+        is_plain = rng.random() < plain_share
         repeats = [prompt for prompt in world.prompts[-20:] if rng.random() < 0.03]  # whole prompts come back too
         world.add(
             repeats[0] if repeats else random_prompt(rng, world.max_len - 1),
@@ -304,10 +519,10 @@ def random_event(world: World, rng: random.Random) -> None:
             min_tokens=rng.choice([0, 0, 1]),
             ignore_eos=rng.random() < 0.3,
             seed=rng.choice([None, 1, 2]),
-            prompt_logprobs=rng.choice([None, None, None, 0]),
-            repetition_penalty=rng.choice([1.0, 1.0, 1.5]),
-            presence_penalty=rng.choice([0.0, 0.0, 0.5]),
-            structured_outputs=rng.choice([None, None, FORM, STRICT_FORM]),
+            prompt_logprobs=None if is_plain else rng.choice([None, None, None, 0]),
+            repetition_penalty=1.0 if is_plain else rng.choice([1.0, 1.0, 1.5]),
+            presence_penalty=0.0 if is_plain else rng.choice([0.0, 0.0, 0.5]),
+            structured_outputs=None if is_plain else rng.choice([None, None, FORM, STRICT_FORM]),
         )
     elif what < 0.34 and world.requests:
         world.abort(rng.choice(sorted(world.requests)))
@@ -328,4 +543,9 @@ def random_event(world: World, rng: random.Random) -> None:
             engine.pin(rng.choice("ab"), random_prompt(rng, world.max_len - 1))
     elif what < 0.52:
         engine.prefix.unpin(rng.choice("ab"))
+    elif isinstance(world.runner, AheadShadowRunner):
+        if what < 0.53:
+            world.runner.fail_results_next = True
+        elif what < 0.54:
+            world.runner.interrupt_results_next = True
     engine.check()

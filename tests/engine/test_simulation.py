@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.simulation import PAGE, VOCABULARY, World, random_event
+from engine.simulation import PAGE, VOCABULARY, AheadShadowRunner, ShadowRunner, World, random_event
 from kvikk.engine.request import FinishReason
 from kvikk.errors import PinRefused
 from kvikk.prefix import extend_keys
@@ -23,35 +23,42 @@ STEPS = int(os.environ.get("KVIKK_SIMULATED_STEPS", "100000"))
     seqs=st.integers(1, 8),
     budget=st.integers(8, 40),
     caching=st.booleans(),
+    runner=st.sampled_from([ShadowRunner, AheadShadowRunner]),
+    plain_share=st.sampled_from([0.0, 0.8, 1.0]),
 )
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_history_gives_every_request_its_text_and_every_block_back(
-    seed: int, blocks: int, seqs: int, budget: int, caching: bool
+    seed: int, blocks: int, seqs: int, budget: int, caching: bool, runner: type[ShadowRunner], plain_share: float
 ) -> None:
     rng = random.Random(seed)
-    world = World(blocks, seqs=max(seqs, 3), budget=max(budget, seqs), caching=caching)
+    world = World(blocks, seqs=max(seqs, 3), budget=max(budget, seqs), caching=caching, runner=runner())
     for _ in range(120):
-        random_event(world, rng)
+        random_event(world, rng, plain_share=plain_share)
         world.step()
     world.drain()
 
 
+@pytest.mark.parametrize("runner", [ShadowRunner, AheadShadowRunner])
 @pytest.mark.parametrize("blocks", [15, 18, 30, 80])
-def test_a_long_run_never_stalls_and_always_checks_out(blocks: int) -> None:
-    rng = random.Random(blocks)
-    world = World(blocks)
-    for _ in range(STEPS // 4):
-        random_event(world, rng)
+def test_a_long_run_never_stalls_and_always_checks_out(blocks: int, runner: type[ShadowRunner]) -> None:
+    steps, rng = STEPS // 8, random.Random(blocks)
+    world = World(blocks, runner=runner())
+    for _ in range(steps):
+        random_event(world, rng, plain_share=0.8 if runner is AheadShadowRunner else 0.0)
         world.step()
     world.drain()
     engine = world.engine
-    assert world.finished > STEPS // 100
+    assert world.finished > steps // 25
     assert engine.prefix.counters.hits > 0
     assert engine.prefix.counters.evicted_blocks > 0
     assert world.runner.largest_step <= 16
-    assert world.completed > STEPS // 2000
-    assert world.stuck > STEPS // 2000
-    assert len(world.scored) > STEPS // 500
+    assert engine.computed_tokens == world.runner.computed_tokens
+    if isinstance(world.runner, AheadShadowRunner):
+        assert world.runner.launched_over_another > steps // 4
+    else:
+        assert world.completed > steps // 500
+        assert world.stuck > steps // 500
+        assert len(world.scored) > steps // 125
     if blocks < 30:
         assert engine.scheduler.preemptions > 0
         assert engine.prefix.counters.recomputed > 0

@@ -138,17 +138,22 @@ class GpuRunner:
         return self._start(plan)
 
     def _start(self, plan: StepPlan) -> StartedStep:
-        self._store.copy_blocks(plan.copies)
-        content, sampled, shaped = self._describe(plan)
-        program = self._program(content, len(sampled))
-        self._send(content, program.shape)
-        program.launch()
-        self._turn ^= 1
-        tokens = self._tokens[self._turn][: len(sampled)]
-        tokens.copy_(program.result[: len(sampled)], non_blocking=True)
-        done = self._done[self._turn]
-        if done is not None:
-            done.record()
+        try:
+            self._store.copy_blocks(plan.copies)
+            content, sampled, shaped = self._describe(plan)
+            program = self._program(content, len(sampled))
+            self._send(content, program.shape)
+            program.launch()
+            turn = self._turn ^ 1
+            tokens = self._tokens[turn][: len(sampled)]
+            tokens.copy_(program.result[: len(sampled)], non_blocking=True)
+            done = self._done[turn]
+            if done is not None:
+                done.record()
+        except BaseException:  # what was said of these rows may not have reached the device
+            self._seats.forget(scheduled.row for scheduled in plan.rows)
+            raise
+        self._turn = turn
         return StartedStep(plan, program, sampled, shaped, tokens, done)
 
     def _describe(self, plan: StepPlan) -> tuple[StepContent, list[int], list[int]]:

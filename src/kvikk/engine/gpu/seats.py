@@ -52,7 +52,7 @@ class SeatMap:
         mirror = self._mirrors.get(row)
         if mirror is None:
             if not self._free:
-                self._clear()
+                self.forget([other for other in self._mirrors if not other.is_running])
             mirror = self._mirrors[row] = Mirror(row, self._free.pop())
             commands.extend(_sampling_command(mirror.seat, row))
         return mirror
@@ -78,11 +78,11 @@ class SeatMap:
             if row in self._mirrors:
                 self._mirrors[row].position = -1
 
-    def _clear(self) -> None:
-        """Take back the seats of rows that do not run."""
-        for row, mirror in list(self._mirrors.items()):
-            if not row.is_running:
-                del self._mirrors[row]
+    def forget(self, rows: Iterable[Row]) -> None:
+        """Take back the seats of these rows: if they come again, the device is told of them anew."""
+        for row in rows:
+            mirror = self._mirrors.pop(row, None)
+            if mirror is not None:
                 self._free.append(mirror.seat)
 
 
