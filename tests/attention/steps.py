@@ -27,12 +27,13 @@ class Shape:
     page: int = 16
     dtype: torch.dtype = torch.float32
     blocks: int = 200
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def store(self) -> KVStore:
         geometry = KVGeometry(
             kv_heads=(self.kv_heads,) * 3, head_dim=self.head_dim, page_size=self.page, dtype=self.dtype
         )
-        store = KVStore(geometry, self.blocks, torch.device("cpu"))
+        store = KVStore(geometry, self.blocks, self.device)
         store.poison()
         return store
 
@@ -60,7 +61,7 @@ class World:
         self.free = [BlockId(b + 1) for b in torch.randperm(self.shape.blocks - 1, generator=self.random).tolist()]
 
     def draw(self, *size: int) -> Tensor:
-        return torch.randn(*size, generator=self.random).to(self.shape.dtype)
+        return torch.randn(*size, generator=self.random).to(device=self.shape.device, dtype=self.shape.dtype)
 
     def row(self, length: int, stored: range) -> Row:
         """A new row of `length` positions, of which those in `stored` already lie in the pool."""
@@ -126,8 +127,8 @@ def make_step(
 def dense(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, bias: Tensor | None = None) -> Tensor:
     """Softmax attention in fp64, one query head at a time: `[queries, q_heads, head_dim]`."""
     group = q.shape[1] // k.shape[1]
-    out = torch.empty(q.shape, dtype=torch.float64)
-    hidden = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).triu(start + 1)
+    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    hidden = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).triu(start + 1)
     for h in range(q.shape[1]):
         logits = q[:, h].double() @ k[:, h // group].double().T * scale
         if bias is not None:

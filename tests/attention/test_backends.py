@@ -1,6 +1,12 @@
-"""Both backends against dense attention that knows nothing of pages, on pools full of NaN."""
+"""All backends against dense attention that knows nothing of pages, on pools full of NaN.
+
+`triton` runs in an interpreter here: it takes part in the tests of the contract, in short steps; `test_gpu_attend` has
+its shapes.
+"""
 
 from __future__ import annotations
+
+import importlib.util
 
 import pytest
 import torch
@@ -8,11 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention.steps import LAYER, Shape, Step, World, make_step
-from kvikk.attention import AttentionBackend, attention_backend
+from kvikk.attention import AttentionBackend, BackendName, attention_backend
+from kvikk.errors import ConfigError
 from kvikk.types import NULL_BLOCK
 
-BACKENDS = ("reference", "cpu", "triton")
+BACKENDS = ("reference", "cpu")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+WITH_TRITON = (*BACKENDS, pytest.param("triton", marks=pytest.mark.skipif(not HAS_TRITON, reason="no triton")))
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def shape_for(backend: BackendName, dtype: torch.dtype = torch.float32) -> Shape:
+    """Of a pool where the backend runs: kernels are interpreted only where there is no GPU."""
+    is_on_gpu = backend == "triton" and torch.cuda.is_available()
+    return Shape(dtype=dtype, device=torch.device("cuda" if is_on_gpu else "cpu"))
 
 
 def attend(backend: AttentionBackend, step: Step) -> torch.Tensor:
@@ -28,12 +43,12 @@ def assert_right(backend: AttentionBackend, step: Step) -> torch.Tensor:
     return out
 
 
-def a_mixed_step(world: World) -> Step:
+def a_mixed_step(world: World, *, is_short: bool = False) -> Step:
     """Decode rows, a first chunk, a later chunk, a row with holes, and a run that is only computed."""
     page = world.shape.page
     decode = [world.row(length, range(length - 1)) for length in (1, 2, page, page + 1, 5 * page + 3)]
-    first = world.row(2 * page + 5, range(0))
-    later = world.row(9 * page, range(3 * page + 1))
+    first = world.row((1 if is_short else 2) * page + 5, range(0))
+    later = world.row((4 if is_short else 9) * page, range(3 * page + 1))
     # Holes at [page, 2 page) and at one position; all else is there; the tail is computed too.
     length = 6 * page + 2
     holes = world.row(length, range(page))
@@ -49,10 +64,18 @@ def a_mixed_step(world: World) -> Step:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_step_of_every_kind_of_run_is_dense_attention(backend: str, dtype: torch.dtype) -> None:
-    world = World(Shape(dtype=dtype))
-    assert_right(attention_backend(backend, world.store), a_mixed_step(world))
+@pytest.mark.parametrize("backend", WITH_TRITON)
+def test_a_step_of_every_kind_of_run_is_dense_attention(backend: BackendName, dtype: torch.dtype) -> None:
+    world = World(shape_for(backend, dtype))
+    assert_right(attention_backend(backend, world.store), a_mixed_step(world, is_short=backend == "triton"))
+
+
+@pytest.mark.parametrize("page", [1, 8, 24, 64])
+def test_triton_refuses_pages_that_its_tiles_do_not_hold(page: int) -> None:
+    pytest.importorskip("triton")
+    world = World(Shape(page=page))
+    with pytest.raises(ConfigError, match=rf"pages of 16 or 32 slots, not .* pages of {page}: use 'reference'"):
+        attention_backend("triton", world.store)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -70,7 +93,9 @@ def test_a_step_of_every_kind_of_run_is_dense_attention(backend: str, dtype: tor
         (1, 6, 48, 512),
     ],
 )
-def test_odd_shapes_are_dense_attention(backend: str, kv_heads: int, group: int, head_dim: int, page: int) -> None:
+def test_odd_shapes_are_dense_attention(
+    backend: BackendName, kv_heads: int, group: int, head_dim: int, page: int
+) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         shape = Shape(kv_heads=kv_heads, group=group, head_dim=head_dim, page=page, dtype=dtype)
         world = World(shape)
@@ -91,7 +116,7 @@ def long_step(world: World) -> Step:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_longer_than_a_split_are_dense_attention(backend: str) -> None:
+def test_rows_longer_than_a_split_are_dense_attention(backend: BackendName) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         world = World(Shape(dtype=dtype))
         assert_right(attention_backend(backend, world.store), long_step(world))
@@ -116,17 +141,17 @@ def test_any_batch_is_dense_attention_on_both_backends(data: st.DataObject) -> N
         for length, wanted in lengths:
             computed = min(length, wanted)
             parts.append((world.row(length, range(length - computed)), length - computed, computed))
-        outs.append(assert_right(attention_backend(name, world.store), make_step(world, parts)))  # type: ignore[arg-type]
+        outs.append(assert_right(attention_backend(name, world.store), make_step(world, parts)))
     assert (outs[0].double() - outs[1].double()).abs().max() <= TOLERANCE[shape.dtype]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_exactly_the_written_slots_change(backend: str) -> None:
-    world = World(Shape(dtype=torch.bfloat16))
-    step = a_mixed_step(world)
+@pytest.mark.parametrize("backend", WITH_TRITON)
+def test_exactly_the_written_slots_change(backend: BackendName) -> None:
+    world = World(shape_for(backend, torch.bfloat16))
+    step = a_mixed_step(world, is_short=backend == "triton")
     before = world.store.frames.view(torch.int16).clone()
-    attend(attention_backend(backend, world.store), step)  # type: ignore[arg-type]
-    expected = World(Shape(dtype=torch.bfloat16))
+    attend(attention_backend(backend, world.store), step)
+    expected = World(shape_for(backend, torch.bfloat16))
     expected.store.frames.view(torch.int16).copy_(before)
     for run in step.runs:
         if run.write:
@@ -136,43 +161,43 @@ def test_exactly_the_written_slots_change(backend: str) -> None:
     assert not torch.equal(before, expected.store.frames.view(torch.int16))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_null_block_stays_zero(backend: str) -> None:
-    world = World(Shape())
-    attend(attention_backend(backend, world.store), a_mixed_step(world))  # type: ignore[arg-type]
+@pytest.mark.parametrize("backend", WITH_TRITON)
+def test_the_null_block_stays_zero(backend: BackendName) -> None:
+    world = World(shape_for(backend))
+    attend(attention_backend(backend, world.store), a_mixed_step(world, is_short=backend == "triton"))
     per_block = world.store.geometry.frames_per_block
     assert torch.equal(world.store.frames[NULL_BLOCK:per_block], torch.zeros_like(world.store.frames[:per_block]))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_bias_is_added_to_the_logits_and_minus_infinity_hides_a_slot(backend: str) -> None:
-    world = World(Shape())
+@pytest.mark.parametrize("backend", WITH_TRITON)
+def test_a_bias_is_added_to_the_logits_and_minus_infinity_hides_a_slot(backend: BackendName) -> None:
+    world = World(shape_for(backend))
     decode, chunk, plain = world.row(300, range(299)), world.row(170, range(100)), world.row(20, range(19))
     biases = [world.draw(2, 300), world.draw(2, 180), None]
     biases[0][:, 5:290] = float("-inf")
     biases[1][0, 1:100] = float("-inf")
     step = make_step(world, [(decode, 299, 1), (chunk, 100, 70), (plain, 19, 1)], biases=biases)
-    assert_right(attention_backend(backend, world.store), step)  # type: ignore[arg-type]
+    assert_right(attention_backend(backend, world.store), step)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_query_that_sees_nothing_gives_zero_and_minus_infinity(backend: str) -> None:
-    world = World(Shape())
+@pytest.mark.parametrize("backend", WITH_TRITON)
+def test_a_query_that_sees_nothing_gives_zero_and_minus_infinity(backend: BackendName) -> None:
+    world = World(shape_for(backend))
     row = world.row(300, range(300))
-    bias = torch.full((2, 300), float("-inf"))
-    made = attention_backend(backend, world.store)  # type: ignore[arg-type]
+    bias = torch.full((2, 300), float("-inf"), device=world.shape.device)
+    made = attention_backend(backend, world.store)
     for start, length in ((299, 1), (290, 10)):
         step = make_step(world, [(row, start, length)], biases=[bias])
         out, lse = made.attend_run(LAYER, step.runs[0], step.q, scale=step.scale)
-        assert torch.equal(out.float(), torch.zeros(length, 6, 64))
-        assert torch.equal(lse, torch.full((length, 6), float("-inf")))
+        assert torch.equal(out.float().cpu(), torch.zeros(length, 6, 64))
+        assert torch.equal(lse.cpu(), torch.full((length, 6), float("-inf")))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_log_sum_exp_is_that_of_the_logits(backend: str) -> None:
-    world = World(Shape(dtype=torch.bfloat16))
+@pytest.mark.parametrize("backend", WITH_TRITON)
+def test_log_sum_exp_is_that_of_the_logits(backend: BackendName) -> None:
+    world = World(shape_for(backend, torch.bfloat16))
     row = world.row(301, range(301))
-    made = attention_backend(backend, world.store)  # type: ignore[arg-type]
+    made = attention_backend(backend, world.store)
     for start, length in ((300, 1), (280, 21)):
         step = make_step(world, [(row, start, length)])
         _, lse = made.attend_run(LAYER, step.runs[0], step.q, scale=step.scale)
@@ -182,27 +207,27 @@ def test_log_sum_exp_is_that_of_the_logits(backend: str) -> None:
             assert torch.allclose(lse[i].double(), torch.logsumexp(logits, dim=1), atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_nan_in_a_live_slot_is_seen_and_not_hidden(backend: str) -> None:
-    world = World(Shape())
+@pytest.mark.parametrize("backend", WITH_TRITON)
+def test_a_nan_in_a_live_slot_is_seen_and_not_hidden(backend: BackendName) -> None:
+    world = World(shape_for(backend))
     row = world.row(40, range(39))
     row.k[39] = float("nan")
     step = make_step(world, [(row, 39, 1)])
-    assert attend(attention_backend(backend, world.store), step).isnan().all()  # type: ignore[arg-type]
+    assert attend(attention_backend(backend, world.store), step).isnan().all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_any_strides_of_q_k_and_v_give_the_same(backend: str) -> None:
+@pytest.mark.parametrize("backend", WITH_TRITON)
+def test_any_strides_of_q_k_and_v_give_the_same(backend: BackendName) -> None:
     outs = []
     for form in ("fused", "contiguous", "transposed"):
-        world = World(Shape(dtype=torch.bfloat16))
-        step = a_mixed_step(world)
+        world = World(shape_for(backend, torch.bfloat16))
+        step = a_mixed_step(world, is_short=backend == "triton")
         if form == "contiguous":
             step.q, step.k, step.v = step.q.contiguous(), step.k.contiguous(), step.v.contiguous()
         if form == "transposed":  # neighbours in a head lie apart
             step.q, step.k, step.v = (
                 x.permute(2, 1, 0).contiguous().permute(2, 1, 0) for x in (step.q, step.k, step.v)
             )
-        outs.append(assert_right(attention_backend(backend, world.store), step))  # type: ignore[arg-type]
+        outs.append(assert_right(attention_backend(backend, world.store), step))
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])

@@ -10,6 +10,8 @@ from kvikk.attention.gpu.attend import Partials, Tile, join_part
 from kvikk.attention.gpu.planner import MERGE_FIELDS, WorkList
 from kvikk.models.gpu.launch import overlapping, wait_for_inputs
 
+ROWS_AT_ONCE = 8
+"""Programs that share the rows of a merge; most merges of a grid do not exist, and each of their programs costs."""
 PARTS_AT_ONCE = 16
 """Parts that are loaded together; of a fixed number, as it sets the order of the sum."""
 
@@ -38,7 +40,7 @@ def merge_items(
     plan = layer if work.merges.shape[0] > 1 else 0
     _, q_heads, head_dim = out.shape
     used = partials.sums.shape[1]
-    _merge[(work.merges.shape[1], used)](
+    _merge[(work.merges.shape[1], min(used, ROWS_AT_ONCE))](
         out, out if lse is None else lse, partials.sums, partials.states, work.merges[plan],
         Q_HEADS=q_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), USED=used,
         PARTS=PARTS_AT_ONCE, RECORD=MERGE_FIELDS, IN_ORDER=tile.part > 0, HAS_LSE=lse is not None,
@@ -52,7 +54,6 @@ def _merge(
     Q_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, USED: tl.constexpr,
     PARTS: tl.constexpr, RECORD: tl.constexpr, IN_ORDER: tl.constexpr, HAS_LSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1)
     merge = merges + tl.program_id(0) * RECORD
     first = tl.load(merge).to(tl.int64)
     token = tl.load(merge + 1)
@@ -60,7 +61,7 @@ def _merge(
     queries = tl.load(merge + 3)
     splits = tl.load(merge + 4)
     wait_for_inputs(OVERLAP)
-    if row < queries * GROUP:
+    for row in range(tl.program_id(1), queries * GROUP, tl.num_programs(1)):
         number = tl.arange(0, BLOCK_D)
         states = partial_states + (first * USED + row) * 2
         sources = partial_sums + (first * USED + row) * HEAD_DIM

@@ -1,4 +1,4 @@
-"""The planner in plain Python: the statement of which items a step becomes, in which order, for tests to compare with."""
+"""The planner in plain Python: the statement of which items a step becomes, and in which order."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _pairs(rows: DecodeRows | RunRows, layer: int, kv_heads: int, page_size: int
     if isinstance(rows, RunRows):
         starts, tokens = rows.starts.tolist(), rows.offsets.tolist()
     else:  # a query sees `length` slots: its own position is the last of them
-        starts, tokens = [length - 1 for length in lengths], range(len(lengths))
+        starts, tokens = [length - 1 for length in lengths], list(range(len(lengths)))
         lengths = [1] * len(lengths)
     bodies = None if rows.bodies is None else rows.bodies.lengths.tolist()
     pairs = []
@@ -118,7 +118,7 @@ def _chunk(pairs: list[Pair], chunking: Chunking, cut_capacity: int) -> int:
 
 
 def _expand(pairs: list[Pair], chunk: int, chunking: Chunking) -> tuple[list[list[int]], list[list[int]]]:
-    """The items, pair by pair, of each the last queries (which see most) first; and the merges of those that are cut."""
+    """The items, pair by pair, of each the last queries, which see most, first; and the merges of what is cut."""
     items: list[list[int]] = []
     merges: list[list[int]] = []
     partials = 0
@@ -139,9 +139,11 @@ def _expand(pairs: list[Pair], chunk: int, chunking: Chunking) -> tuple[list[lis
                 begin = min(part * piece, slots)
                 end = min(begin + piece, slots)
                 items.append(
-                    [pair.seat, pair.head, pair.token + first, queries, pair.start + first, begin, end]
-                    + [part, splits, pair.row, pair.body, place + part]
-                )
+                    [
+                        pair.seat, pair.head, pair.token + first, queries, pair.start + first, begin, end,
+                        part, splits, pair.row, pair.body, place + part,
+                    ]
+                )  # fmt: skip
         partials += tiles * splits if splits > 1 else 0
     return items, merges
 
