@@ -23,7 +23,7 @@ line."""
 MERGE_FIELDS = 8
 """int32 numbers of a merge: first partial result, first token, KV head, queries, items; the rest is padding."""
 EXPANDED_AT_ONCE = 128
-TRIES_PER_WAVE = 8
+TRIES_PER_WAVE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Chunking:
     min_slots: int = 128
     residents: int = 396
     item_slots: int = 128
-    waves: int = 2
+    waves: int = 5
     part: int = 0
 
     def capacity(self, tiles: int, slots: int) -> tuple[int, int]:
