@@ -334,6 +334,8 @@ class Engine:
             return []
         if not result.tokens:
             return self._fail(row, self._why_no_token(row))
+        if len(result.tokens) == 1 and request.prompt_logprobs is None:
+            return self._append(row, result.tokens[0])
         is_first = row.known == len(request.prompt_token_ids)
         rows = [row]
         if len(result.tokens) > 1:
@@ -371,9 +373,7 @@ class Engine:
                 EngineOutput(request=request, choice=row.choice, finish_reason=reason),
             ]
         stop_id = token.token_id if is_end_token and token.token_id not in self._eos else None
-        return [
-            EngineOutput(request=request, choice=row.choice, token=token, finish_reason=reason, stop_token_id=stop_id)
-        ]
+        return [EngineOutput(request, row.choice, token, reason, stop_id)]
 
     def _why_no_token(self, row: Row) -> StepFailed:
         if row.grammar is not None and row.grammar.failure is not None:

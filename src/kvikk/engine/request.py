@@ -18,6 +18,9 @@ UNKNOWN: Final = -1
 """Stands for a token that is on the device only."""
 
 
+NONE_SCORED: Final = range(0)
+
+
 class FinishReason(StrEnum):
     """Why a row ended."""
 
@@ -61,7 +64,7 @@ class Request:
     def unscored(self, stop: int) -> range:
         """Positions below `stop` that are computed to tell the log-probability of the prompt token after them."""
         if self.prompt_logprobs is None:
-            return range(0)
+            return NONE_SCORED
         return range(len(self.prompt_logprobs) - 1, min(stop, len(self.prompt_token_ids) - 1))
 
     def note_block(self) -> None:

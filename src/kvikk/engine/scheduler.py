@@ -50,11 +50,15 @@ class Scheduler:
         Every plan must be followed by `commit` or `roll_back`, or its rows removed.
         """
         plan = StepPlan()
+        prompts = []
         for row in list(self.running):
-            if row.is_running and row.missing_tokens == 1 and self._make_tail_writable(row, plan):
+            missing = row.missing_tokens  # none of a row that has just been preempted
+            if missing > 1:
+                prompts.append(row)
+            elif missing and self._make_tail_writable(row, plan):
                 plan.add(row, 1)
-        for row in self.running:
-            if row.missing_tokens > 1 and plan.tokens < self._step_tokens:
+        for row in prompts:
+            if row.is_running and plan.tokens < self._step_tokens:
                 plan.add(row, self._step_tokens - plan.tokens)
         if not plan.preempted:
             self._admit(plan)
