@@ -148,6 +148,51 @@ def test_rows_that_were_preempted_come_back_with_the_same_texts(kernel_device: t
     assert ours.texts == plain.texts
 
 
+@pytest.mark.usefixtures("few_runs")
+def test_a_steady_decode_step_copies_one_descriptor_to_the_device(kernel_device: torch.device) -> None:
+    jobs: list[Job] = [([i, i + 1], {"temperature": 0.0, "max_tokens": 9}) for i in range(3)]
+    ran = run("eager", jobs, kernel_device, passes=1)
+    engine, runner = ran.engine, ran.runner
+    assert isinstance(runner, GpuRunner)
+    for prompt, options in jobs:
+        engine.add(prompt, SamplingParams.from_dict(options))
+    engine.step()  # prompts
+    before, steps = runner.copies, 0
+    while engine.has_work and steps < 5:
+        engine.step()
+        steps += 1
+    assert runner.copies == before + steps
+
+
+@pytest.mark.usefixtures("few_runs")
+def test_after_an_interrupted_launch_the_device_is_told_of_its_rows_anew(
+    kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[Job] = [([5, 6, 7 + i], {"temperature": 1.5, "seed": i, "max_tokens": 3}) for i in range(3)]
+    plain = run("plain", jobs, kernel_device, passes=1)
+    send, sent = DescriptorBuffer.send, []
+
+    def interrupted_once(self: DescriptorBuffer, content: StepContent, shape: StepShape) -> None:
+        sent.append(content)
+        if len(sent) == 1:
+            raise KeyboardInterrupt
+        send(self, content, shape)
+
+    monkeypatch.setattr(DescriptorBuffer, "send", interrupted_once)
+    step = Engine.step
+
+    def step_again(self: Engine) -> Any:
+        try:
+            return step(self)
+        except KeyboardInterrupt:
+            return []
+
+    monkeypatch.setattr(Engine, "step", step_again)
+    assert run("eager", jobs, kernel_device, passes=1).texts == plain.texts
+    assert sent[0].commands
+    assert len(sent[1].commands) == len(sent[0].commands)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captured_graphs_give_the_texts_of_eager_steps_and_of_the_reference() -> None:
