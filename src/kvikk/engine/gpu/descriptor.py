@@ -119,11 +119,6 @@ class DescriptorBuffer:
         self._copied = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
         self._turn = 0
 
-    @property
-    def words(self) -> int:
-        """Words that fit."""
-        return len(self.device_words)
-
     def send(self, content: StepContent, shape: StepShape) -> None:
         """Pack a step and start its copy to the device: the only one of the step."""
         self._turn ^= 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvikk.attention.gpu.attend import Partials
-from kvikk.attention.gpu.rows import DecodeRoute, DecodeRows, RunRows
+from kvikk.attention.gpu.rows import DecodeRows, RunRows
 from kvikk.attention.gpu.step import GpuStep, Runs, Singles
 from kvikk.attention.gpu.worklist import WorkListDecode, WorkListRuns
 from kvikk.engine.gpu.descriptor import StepShape
@@ -101,11 +101,6 @@ class StepProgram:
         self.result = torch.zeros(outputs, dtype=torch.int32, device=device)
         self.logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
-
-    def route(self, route: DecodeRoute) -> None:
-        """Compute single queries by another route, from now on and in eager runs only."""
-        assert self._step.singles is not None
-        self._step.singles = Singles(self._step.singles.rows, route)
 
     @torch.inference_mode()
     def compute(self) -> None:
