@@ -33,7 +33,8 @@ class WorkListAttention:
         tile: how an item is computed.
         chunking: how lanes are cut.
         ragged: whether rows may have bodies, which need a plan for each layer.
-        partials: of a list that is not used at the same time, to share its memory; None makes them.
+        shared: partial results of lists that are not used at the same time: those that fit are taken, else new ones
+            are made and added; None: new ones.
     """
 
     name = "worklist"
@@ -49,7 +50,7 @@ class WorkListAttention:
         tile: Tile,
         chunking: Chunking,
         ragged: bool = False,
-        partials: Partials | None = None,
+        shared: list[Partials] | None = None,
     ) -> None:
         geometry = store.geometry
         self.store = store
@@ -67,12 +68,14 @@ class WorkListAttention:
             device=store.device,
         )
         used = self.group if chunking.tile_queries == 1 else tile.rows
-        if partials is not None and partials.fits(self.work.cut_capacity, used):
-            self.partials = partials
-        else:
-            self.partials = Partials.make(
+        shared = [] if shared is None else shared
+        fitting = next((partials for partials in shared if partials.fits(self.work.cut_capacity, used)), None)
+        if fitting is None:
+            fitting = Partials.make(
                 capacity=self.work.cut_capacity, rows=used, head_dim=geometry.head_dim, device=store.device
             )
+            shared.append(fitting)
+        self.partials = fitting
         self._rows: DecodeRows | RunRows | None = None
 
     def plan(self, rows: DecodeRows | RunRows) -> None:
@@ -105,7 +108,7 @@ class WorkListDecode(WorkListAttention):
         max_slots: the most slots of a row; None: as many as the pool has.
         ragged: whether rows may have bodies.
         numerics: `exact`: a query's bits do not depend on the rows beside it, nor on how it is computed.
-        partials: as of `WorkListAttention`.
+        shared: as of `WorkListAttention`.
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class WorkListDecode(WorkListAttention):
         max_slots: int | None = None,
         ragged: bool = False,
         numerics: Numerics = "fast",
-        partials: Partials | None = None,
+        shared: list[Partials] | None = None,
     ) -> None:
         geometry = store.geometry
         group = q_heads // max(geometry.kv_heads)
@@ -136,7 +139,7 @@ class WorkListDecode(WorkListAttention):
                 part=tile.part,
             ),
             ragged=ragged,
-            partials=partials,
+            shared=shared,
         )
 
 
@@ -151,7 +154,7 @@ class WorkListRuns(WorkListAttention):
         max_slots: the most slots of a row.
         ragged: whether rows may have bodies.
         numerics: as of `WorkListDecode`.
-        partials: as of `WorkListAttention`.
+        shared: as of `WorkListAttention`.
     """
 
     def __init__(
@@ -164,7 +167,7 @@ class WorkListRuns(WorkListAttention):
         max_slots: int,
         ragged: bool = False,
         numerics: Numerics = "fast",
-        partials: Partials | None = None,
+        shared: list[Partials] | None = None,
     ) -> None:
         group = q_heads // max(store.geometry.kv_heads)
         tile = exact_tile(group, store) if numerics == "exact" else run_tile(group, store, tokens)
@@ -174,7 +177,7 @@ class WorkListRuns(WorkListAttention):
         super().__init__(
             store, q_heads,
             rows=runs, tokens=tokens, max_slots=max_slots, tile=tile, chunking=chunking, ragged=ragged,
-            partials=partials,
+            shared=shared,
         )  # fmt: skip
 
 

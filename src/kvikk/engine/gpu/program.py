@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,12 +25,11 @@ class Workspace:
     """Memory that all programs use in turn.
 
     Args:
-        decode, runs: partial results; made by the first program, which is the largest.
+        partials: partial results, by those programs that first needed them: the largest.
         pool: of the graphs' activations.
     """
 
-    decode: Partials | None = None
-    runs: Partials | None = None
+    partials: list[Partials] = field(default_factory=list)
     pool: Any = None
 
 
@@ -69,21 +68,19 @@ class StepProgram:
         store, state, spec = machine.store, machine.state, machine.model.spec
         self.inputs = StepInputs(shape, store.device)
         max_slots = state.tables.shape[1] * store.geometry.page_size
-        numerics, shared = machine.numerics, machine.workspace
+        numerics, shared = machine.numerics, machine.workspace.partials
         singles = runs = None
         if shape.singles:
             rows = DecodeRows(state.tables, self.inputs.single_seats, self.inputs.single_lengths)
             route = WorkListDecode(
-                store, spec.q_heads, shape.singles, max_slots=max_slots, numerics=numerics, partials=shared.decode
+                store, spec.q_heads, shape.singles, max_slots=max_slots, numerics=numerics, shared=shared
             )
-            shared.decode = shared.decode or route.partials
             singles = Singles(rows, route)
         if shape.runs:
             attention = WorkListRuns(
                 store, spec.q_heads, runs=shape.runs, tokens=shape.tokens, max_slots=max_slots, numerics=numerics,
-                partials=shared.runs,
+                shared=shared,
             )  # fmt: skip
-            shared.runs = shared.runs or attention.partials
             i = self.inputs
             run_rows = RunRows(state.tables, i.run_seats, i.run_starts, i.run_lengths, i.run_offsets)
             runs = Runs(run_rows, attention)
