@@ -165,6 +165,16 @@ def test_a_steady_decode_step_copies_one_descriptor_to_the_device(kernel_device:
 
 
 @pytest.mark.usefixtures("few_runs")
+def test_short_steps_have_a_shape_that_is_captured_also_where_few_rows_run(kernel_device: torch.device) -> None:
+    jobs: list[Job] = [([i] * length, {"temperature": 0.0, "max_tokens": 3}) for i, length in enumerate((1, 60, 2))]
+    runner = run("eager", jobs, kernel_device, passes=1).runner
+    assert isinstance(runner, GpuRunner)
+    met = set(runner._eager)
+    assert any(shape.runs and shape.singles for shape in met)
+    assert met <= set(runner.graph_shapes())
+
+
+@pytest.mark.usefixtures("few_runs")
 def test_after_an_interrupted_launch_the_device_is_told_of_its_rows_anew(
     kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,9 +38,8 @@ TABLE_WRITES: Final = 2**16
 """Table entries that a descriptor can carry; a step that admits rows with more writes the rest directly."""
 KEPT_SHAPES: Final = 12
 """Shapes of uncaptured steps whose buffers are kept."""
-GRAPH_TOKENS: Final = 512
-"""Steps with prompts are captured up to here; longer ones keep the GPU busy while they are launched."""
-
+GRAPH_TOKENS: Final = (64, 128, 256, 512)
+"""Tokens of prompts of the steps that are captured; longer ones keep the GPU busy while they are launched."""
 
 NO_TOKEN: Final = RowResult([])
 
@@ -85,6 +84,7 @@ class GpuRunner:
         self._store = store
         self._max_rows = max_rows
         self._sizes = decode_sizes(max_rows)
+        self._sizes_beside_prompts = [0, *(size for size in (16, 64) if size < max_rows), max_rows]
         self._seats = SeatMap(seats, max_blocks)
         largest = StepShape(singles=max_rows, runs=max_tokens, tokens=2 * max_tokens, outputs=2 * max_rows)
         words = largest.fixed_words + COMMAND * max_rows + 2 * TABLE_WRITES
@@ -106,16 +106,19 @@ class GpuRunner:
         self.copies = 0
         """Host to device copies of descriptors so far, and of tables beside them."""
 
+    def graph_shapes(self) -> list[StepShape]:
+        """What graphs are captured for, the largest first."""
+        shapes = [_decode_shape(size) for size in self._sizes]
+        shapes += [
+            self._mixed_shape(singles, tokens) for singles in self._sizes_beside_prompts for tokens in GRAPH_TOKENS
+        ]
+        return sorted(shapes, key=lambda shape: (shape.runs > 0, shape.all_tokens), reverse=True)
+
     def warm_up(self, *, progress: bool = True) -> None:
         """Capture the graphs, largest first, so that the smaller ones share its memory."""
         if not self._captures:
             return
-        shapes = [_decode_shape(size) for size in self._sizes]
-        tokens = [size for size in (64, 128, 256, 512) if size <= GRAPH_TOKENS]
-        for singles in (0, *(size for size in (16, 64) if size < self._max_rows), self._max_rows):
-            shapes += [_mixed_shape(singles, size, size_runs(size), min(64, self._max_rows)) for size in tokens]
-        shapes.sort(key=lambda shape: (shape.runs > 0, shape.all_tokens), reverse=True)
-        for shape in tqdm(shapes, desc="capturing graphs", disable=not progress, leave=False):
+        for shape in tqdm(self.graph_shapes(), desc="capturing graphs", disable=not progress, leave=False):
             self._descriptor.send(StepContent(), shape)
             program = StepProgram(self._machine, shape)
             program.capture()
@@ -195,19 +198,27 @@ class GpuRunner:
     def _singles_size(self, content: StepContent) -> int:
         """Rows with one query that the step's shape has room for."""
         count = len(content.singles) // SINGLE
-        if not content.tokens:
-            return next(size for size in self._sizes if size >= count)
-        return next(size for size in (0, 16, 64, self._max_rows) if size >= count)
+        sizes = self._sizes_beside_prompts if content.tokens else self._sizes
+        return next(size for size in sizes if size >= count)
+
+    def _mixed_shape(self, singles: int, tokens: int, runs: int = 0, outputs: int = 0) -> StepShape:
+        """The smallest shape with prompts that holds so much."""
+        tokens = max(GRAPH_TOKENS[0], _power_of_two(tokens))
+        usual = min(64, self._max_rows)
+        return StepShape(
+            singles=singles,
+            runs=max(size_runs(tokens), _power_of_two(runs)),
+            tokens=tokens,
+            outputs=usual if outputs <= usual else _power_of_two(outputs),
+        )
 
     def _program(self, content: StepContent, outputs: int) -> StepProgram:
         """The program of the smallest shape that holds the step."""
         singles = self._singles_size(content)
-        if not content.tokens:
-            shape = _decode_shape(singles)
+        if content.tokens:
+            shape = self._mixed_shape(singles, len(content.tokens), len(content.runs) // RUN, outputs)
         else:
-            tokens = max(64, _power_of_two(len(content.tokens)))
-            runs = max(size_runs(tokens), _power_of_two(len(content.runs) // RUN))
-            shape = _mixed_shape(singles, tokens, runs, max(min(64, self._max_rows), _power_of_two(outputs)))
+            shape = _decode_shape(singles)
         if shape in self._captured:
             return self._captured[shape]
         program = self._eager.pop(shape, None) or StepProgram(self._machine, shape)
@@ -279,10 +290,6 @@ def size_runs(tokens: int) -> int:
 
 def _decode_shape(rows: int) -> StepShape:
     return StepShape(singles=rows, runs=0, tokens=0, outputs=rows)
-
-
-def _mixed_shape(singles: int, tokens: int, runs: int, outputs: int) -> StepShape:
-    return StepShape(singles=singles, runs=runs, tokens=tokens, outputs=outputs)
 
 
 def _power_of_two(number: int) -> int:
