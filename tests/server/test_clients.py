@@ -129,16 +129,19 @@ def test_memory_of_both_processes_is_flat_over_5000_tiny_requests(server: Runnin
 
     async def soak() -> list[list[int]]:
         await meet_every_size()
-        await ask(1500, seed=0)
-        seen = [[process.memory_info().rss for process in processes]]
-        for round_number in range(1, 3):
-            await ask(1750, seed=round_number)
+        await ask(500, seed=0)
+        seen = []
+        for round_number in range(1, 9):
+            await ask(560, seed=round_number)
             seen.append([process.memory_info().rss for process in processes])
+        await client.close()
         return seen
 
     seen = asyncio.run(soak())
-    for name, was, now in zip(("front", "engine"), seen[0], seen[-1], strict=True):
-        assert now - was < 16 * 2**20, f"the {name} grew from {was >> 20} to {now >> 20} MiB: {seen}"
+    for name, sizes in zip(("front", "engine"), zip(*seen, strict=True), strict=True):
+        # A heap breathes by tens of MiB from round to round: what leaks shows in the lowest of the last readings.
+        grown = min(sizes[-2:]) - max(sizes[:2])
+        assert grown < 16 * 2**20, f"the {name} grew by {grown >> 20} MiB: {[size >> 20 for size in sizes]}"
     assert server.wait_until_idle()["held_blocks"] == 0
 
 

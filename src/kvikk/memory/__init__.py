@@ -2,14 +2,34 @@
 
 - `storage.KVStore`: the bytes, one tensor for all layers and heads.
 - `pool.BlockPool`: the ownership, reference counts and `check()`.
+- `body.Body`: what a compressed row keeps, per lane; `compaction` makes a smaller one from a mask of what is kept.
+- `frames.FramePool`: the ownership of single frames, and the joining of blocks that were split for them.
 - `sizing`: from `--kv-memory 4GiB` to a number of blocks.
 
 Invariants: a block is free, held or cached, never two of them; block 0 is never given out or written; allocation is
-all or nothing. Read `pool` first.
+all or nothing; a frame of a split block is owned by one body. Read `pool` first.
 """
 
+from kvikk.memory.body import Body
+from kvikk.memory.compaction import Compaction, Held, Moves, frames_wanted, held_by, plan_compaction
+from kvikk.memory.frames import FramePool
 from kvikk.memory.pool import BlockPool
 from kvikk.memory.sizing import MemoryConfig, check_device, format_bytes, pool_blocks
 from kvikk.memory.storage import KVStore
 
-__all__ = ["BlockPool", "KVStore", "MemoryConfig", "check_device", "format_bytes", "pool_blocks"]
+__all__ = [
+    "BlockPool",
+    "Body",
+    "Compaction",
+    "FramePool",
+    "Held",
+    "KVStore",
+    "MemoryConfig",
+    "Moves",
+    "check_device",
+    "format_bytes",
+    "frames_wanted",
+    "held_by",
+    "plan_compaction",
+    "pool_blocks",
+]

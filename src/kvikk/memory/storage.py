@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from kvikk.geometry import KVGeometry
+from kvikk.memory.body import IntArray
+from kvikk.memory.compaction import Moves
 from kvikk.types import NULL_BLOCK, BlockId
+
+BYTES_IN_THE_AIR: Final = 64 * 2**20
+"""About as many are copied at once between frames: the copy lies in memory of its own for a moment."""
 
 
 class KVStore:
@@ -50,6 +59,43 @@ class KVStore:
         """Copy whole blocks, `(source, target)`, in the order given."""
         for source, target in copies:
             self._by_block[target].copy_(self._by_block[source])
+
+    def copy_frames(self, sources: IntArray, targets: IntArray) -> None:
+        """Copy whole frames, `[frames]` each. No target is a source."""
+        if len(sources):
+            self.frames[torch.from_numpy(targets).to(self.device)] = self.frames[
+                torch.from_numpy(sources).to(self.device)
+            ]
+
+    def move(self, moves: Moves) -> None:
+        """Copy tokens between frames; see `Moves`."""
+        page = self.geometry.page_size
+        for span in self._spans(moves.lanes):
+            sources, targets = moves.sources[span], moves.targets[span]
+            tokens = self.frames[sources // page, :, sources % page]
+            self.frames[targets // page, :, targets % page] = tokens
+
+    def _spans(self, lanes: Tensor) -> list[slice]:
+        """Cut moves between lanes, so that what is in the air stays small. `lanes`: `[moves]`, ascending."""
+        g = self.geometry
+        pieces = -(-len(lanes) * (g.frame_bytes // g.page_size) // BYTES_IN_THE_AIR)
+        if pieces <= 1:
+            return [slice(0, len(lanes))] if len(lanes) else []
+        borders = torch.arange(1, pieces, device=lanes.device) * g.frames_per_block // pieces
+        cuts = [0, *torch.searchsorted(lanes, borders.to(lanes.dtype)).tolist(), len(lanes)]
+        return [slice(start, stop) for start, stop in pairwise(cuts) if start < stop]
+
+    def save(self, frames: IntArray, blocks: Sequence[BlockId]) -> tuple[Tensor, Tensor]:
+        """What frames and whole blocks hold, in the host's memory."""
+        by_frame = self.frames[torch.from_numpy(frames).to(self.device)]
+        by_block = self._by_block[torch.tensor(blocks, dtype=torch.int64, device=self.device)]
+        return by_frame.cpu(), by_block.cpu()
+
+    def restore(self, saved: tuple[Tensor, Tensor], frames: IntArray, blocks: Sequence[BlockId]) -> None:
+        """Bring back what `save` gave, to as many frames and blocks."""
+        by_frame, by_block = saved
+        self.frames[torch.from_numpy(frames).to(self.device)] = by_frame.to(self.device)
+        self._by_block[torch.tensor(blocks, dtype=torch.int64, device=self.device)] = by_block.to(self.device)
 
     def poison(self) -> None:
         """Fill all but the null block with NaN: tests run on a poisoned pool."""
