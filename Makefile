@@ -30,8 +30,8 @@ verify: install
 	KVIKK_VERIFY=all KVIKK_SIMULATED_STEPS=1000000 $(RUN)python -m pytest
 
 check: install
-	$(RUN)ruff check src tests benchmarks docs
-	$(RUN)ruff format --check src tests benchmarks docs
+	$(RUN)ruff check src tests benchmarks docs examples
+	$(RUN)ruff format --check src tests benchmarks docs examples
 	$(RUN)mypy
 	$(RUN)lint-imports
 

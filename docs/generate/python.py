@@ -14,6 +14,7 @@ from docs.generate.markdown import code, table
 
 import kvikk.llm
 from kvikk import LLM, SamplingParams
+from kvikk.compress import KVCacheParams
 from kvikk.configuration import argument_help
 from kvikk.grammar import StructuredOutputsParams
 from kvikk.llm import CompletionOutput, KVUsage, Logprob, RequestOutput, StreamDelta
@@ -24,7 +25,17 @@ INTRODUCTION = """\
 `from kvikk import LLM, SamplingParams`. Names and shapes are vLLM's where the meaning is the same; every option of the
 [command line](options.md) is a keyword of `LLM`. Errors are in [a tree of their own](errors.md).
 """
-CLASSES = (LLM, SamplingParams, StructuredOutputsParams, RequestOutput, CompletionOutput, StreamDelta, Logprob, KVUsage)
+CLASSES = (
+    LLM,
+    SamplingParams,
+    StructuredOutputsParams,
+    KVCacheParams,
+    RequestOutput,
+    CompletionOutput,
+    StreamDelta,
+    Logprob,
+    KVUsage,
+)
 
 
 def page() -> str:

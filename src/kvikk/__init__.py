@@ -5,8 +5,8 @@
     llm = LLM()
     print(llm.generate("The capital of Norway is", SamplingParams(temperature=0))[0].outputs[0].text)
 
-The package is in layers, and imports point down only: `cli`, `server` and `bench`, `llm`, `chat`, `engine`, `prefix`,
-`attention`, `memory`, `models`, `grammar`, then `geometry`, `configuration`, `types`, `errors`. `docs/design/` mirrors
+The package is in layers, and imports point down only: `cli`, `server` and `bench`, `llm`, `chat`, `engine`, `prefix`
+and `compress`, `attention`, `memory`, `models`, `grammar`, then `geometry`, `configuration`, `types`, `errors`. `docs/design/` mirrors
 it.
 """
 

@@ -79,6 +79,12 @@ class PoolCorrupt(KvikkError):
     code = "pool_corrupt"
 
 
+class PolicyFailed(KvikkError):
+    """A policy for the KV cache broke its contract, by name: it is the policy's author who can mend it."""
+
+    code = "policy_failed"
+
+
 class StepFailed(KvikkError):
     """A step's computation failed; its requests end with this error, the others run on."""
 

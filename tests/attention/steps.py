@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvikk.attention import QueryRun
 from kvikk.geometry import KVGeometry
+from kvikk.memory.body import Body
 from kvikk.memory.storage import KVStore
 from kvikk.types import BlockId, Position
 
@@ -40,11 +43,27 @@ class Shape:
 
 @dataclass
 class Row:
-    """A row with its whole KV known: `k`, `v` are `[length, kv_heads, head_dim]`."""
+    """A row with its whole KV known: `k`, `v` are `[length, kv_heads, head_dim]`.
+
+    Where it has a body, `blocks` are its tail's, and `kept` says which positions each KV head keeps, slot by slot.
+    """
 
     blocks: list[BlockId]
     k: Tensor
     v: Tensor
+    body: Body | None = None
+    kept: Sequence[Tensor] = ()
+
+    @property
+    def tail(self) -> int:
+        """The first position of its blocks."""
+        return self.body.stop if self.body else 0
+
+    def seen(self, head: int, stop: int) -> tuple[Tensor, Tensor]:
+        """What a KV head has of the positions below `stop`: K and V, `[slots, 1, head_dim]` each."""
+        tail = torch.arange(self.tail, stop)
+        at = torch.cat((self.kept[head], tail)) if self.body else tail
+        return self.k[at, head, None], self.v[at, head, None]
 
 
 @dataclass
@@ -59,6 +78,7 @@ class World:
         self.random = torch.Generator().manual_seed(self.seed)
         self.store = self.shape.store()
         self.free = [BlockId(b + 1) for b in torch.randperm(self.shape.blocks - 1, generator=self.random).tolist()]
+        self.loose: list[int] = []
 
     def draw(self, *size: int) -> Tensor:
         return torch.randn(*size, generator=self.random).to(device=self.shape.device, dtype=self.shape.dtype)
@@ -75,10 +95,60 @@ class World:
 
     def put(self, row: Row, positions: range) -> None:
         at = torch.tensor(list(positions), dtype=torch.int64)
-        blocks, offsets = torch.tensor(row.blocks)[at // self.shape.page], at % self.shape.page
+        page = self.shape.page
+        blocks, offsets = torch.tensor(row.blocks)[(at - row.tail) // page], at % page
         layer = self.store.layer(LAYER)
         layer[blocks, :, 0, offsets] = row.k[at]
         layer[blocks, :, 1, offsets] = row.v[at]
+
+    def compacted(self, row: Row, stop: int, kept: Sequence[Tensor]) -> Row:
+        """The row with a new body of `kept[head]` of the positions below `stop`; the blocks it leaves are poisoned.
+
+        Other layers keep other numbers of slots, longer ones too, and what those are is never read.
+        """
+        page, heads = self.shape.page, self.shape.kv_heads
+        lanes = self.store.geometry.frames_per_block
+        lengths = torch.randint(0, max(map(len, kept)) + 3 * page, (lanes,), generator=self.random)
+        lengths[LAYER * heads : (LAYER + 1) * heads] = torch.tensor([len(positions) for positions in kept])
+        columns = -(-int(lengths.max()) // page) + 1
+        frames = torch.zeros(lanes, columns, dtype=torch.int64)  # null frames behind each lane's last
+        for lane, length in enumerate(lengths.tolist()):
+            for column in range(-(-length // page)):
+                frames[lane, column] = self._frame()
+        left = (stop - row.tail) // page
+        for block in row.blocks[:left]:
+            self.store.layer(LAYER)[block] = math.nan
+        for head, positions in enumerate(kept):
+            slots = torch.arange(len(positions))
+            at = frames[LAYER * heads + head, slots // page]
+            self.store.frames[at, 0, slots % page] = row.k[positions, head]
+            self.store.frames[at, 1, slots % page] = row.v[positions, head]
+        body = Body(
+            frames=frames.numpy(),
+            lengths=lengths.numpy().astype(np.int64),
+            stop=Position(stop),
+            positions=torch.zeros(lanes, columns * page, dtype=torch.int32),
+        )
+        shorter = Row(row.blocks[left:], row.k, row.v, body, kept)
+        self.rows.append(shorter)
+        return shorter
+
+    def thinned(self, length: int, stop: int, lengths: Sequence[int]) -> Row:
+        """A new row whose KV heads keep so many slots of the positions below `stop`, any and in any order.
+
+        All of it lies in the pool, but its last position.
+        """
+        whole = self.row(length, range(length - 1))
+        return self.compacted(whole, stop, [torch.randperm(stop, generator=self.random)[:n] for n in lengths])
+
+    def _frame(self) -> int:
+        """One frame of a block that is given out frame by frame; neighbours lie apart."""
+        if not self.loose:
+            lanes = self.store.geometry.frames_per_block
+            taken = [self.free.pop() for _ in range(3)]
+            self.loose = [block * lanes + lane for block in taken for lane in range(lanes)]
+            self.loose = [self.loose[i] for i in torch.randperm(len(self.loose), generator=self.random).tolist()]
+        return self.loose.pop()
 
 
 @dataclass
@@ -113,15 +183,28 @@ def make_step(
                 length=length,
                 write=write[index] if write else True,
                 bias=bias,
+                body=row.body,
             )
         )
         q = world.draw(length, s.kv_heads * s.group, s.head_dim)
         span = slice(start, start + length)
         fused.append(torch.cat([q, row.k[span], row.v[span]], dim=1).flatten(1))
-        expected.append(dense(q, row.k[: start + length], row.v[: start + length], start, scale, bias))
+        expected.append(expected_of(q, row, start, scale, bias))
     qkv = torch.cat(fused).view(-1, s.kv_heads * (s.group + 2), s.head_dim)
     q, k, v = qkv.split([s.kv_heads * s.group, s.kv_heads, s.kv_heads], dim=1)
     return Step(runs, q, k, v, torch.cat(expected), scale)
+
+
+def expected_of(q: Tensor, row: Row, start: int, scale: float, bias: Tensor | None = None) -> Tensor:
+    """Softmax attention in fp64 of queries at positions `start` and on, over what the row has."""
+    stop = start + len(q)
+    if row.body is None:
+        return dense(q, row.k[:stop], row.v[:stop], start, scale, bias)
+    outs = []
+    for head, queries in enumerate(q.split(q.shape[1] // row.k.shape[1], dim=1)):
+        k, v = row.seen(head, stop)
+        outs.append(dense(queries, k, v, len(k) - len(q), scale))
+    return torch.cat(outs, dim=1)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, bias: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.steps import LAYER, Shape, Step, World, make_step
+from attention.steps import LAYER, Row, Shape, Step, World, make_step
 from kvikk.attention import AttentionBackend, BackendName, attention_backend
 from kvikk.errors import ConfigError
 from kvikk.types import NULL_BLOCK
@@ -63,11 +63,33 @@ def a_mixed_step(world: World, *, is_short: bool = False) -> Step:
     return make_step(world, parts, write=write)
 
 
+def a_step_with_bodies(world: World, *, is_short: bool = False) -> Step:
+    """Rows with bodies of unequal lanes, none, one slot and full pages among them, beside uniform rows."""
+    page, heads = world.shape.page, world.shape.kv_heads
+    stop = (3 if is_short else 20) * page
+
+    def row(tail: int, *lengths: int) -> Row:
+        return world.thinned(stop + tail, stop, [lengths[head % len(lengths)] for head in range(heads)])
+
+    first = row(1, page + 3, 0, 1)  # its own token is all of its tail
+    empty = row(page + 2, 0)
+    full = row(2 * page, 2 * page, page)
+    long = row(page - 1, stop - 5, 1, page + 1)
+    chunk, several = row(2 * page + 3, 5, stop - page, 0), row(3 * page + 5, page // 2, 2 * page)
+    decode, uniform = world.row(page + 1, range(page)), world.row(2 * page, range(5))
+    parts = [(row, len(row.k) - 1, 1) for row in (first, empty, decode, full, long)]
+    parts += [(chunk, stop + 2, len(chunk.k) - stop - 2), (uniform, 5, len(uniform.k) - 5)]
+    parts += [(several, stop, page + 1), (several, stop + page + 1, 1), (several, stop + 3 * page, 5)]
+    parts += [(full, len(full.k) - 3, 2)]
+    return make_step(world, parts, write=[True] * (len(parts) - 1) + [False])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", WITH_TRITON)
 def test_a_step_of_every_kind_of_run_is_dense_attention(backend: BackendName, dtype: torch.dtype) -> None:
-    world = World(shape_for(backend, dtype))
-    assert_right(attention_backend(backend, world.store), a_mixed_step(world, is_short=backend == "triton"))
+    for make in (a_mixed_step, a_step_with_bodies):
+        world = World(shape_for(backend, dtype))
+        assert_right(attention_backend(backend, world.store), make(world, is_short=backend == "triton"))
 
 
 @pytest.mark.parametrize("page", [1, 8, 24, 64])
@@ -147,26 +169,28 @@ def test_any_batch_is_dense_attention_on_both_backends(data: st.DataObject) -> N
 
 @pytest.mark.parametrize("backend", WITH_TRITON)
 def test_exactly_the_written_slots_change(backend: BackendName) -> None:
-    world = World(shape_for(backend, torch.bfloat16))
-    step = a_mixed_step(world, is_short=backend == "triton")
-    before = world.store.frames.view(torch.int16).clone()
-    attend(attention_backend(backend, world.store), step)
-    expected = World(shape_for(backend, torch.bfloat16))
-    expected.store.frames.view(torch.int16).copy_(before)
-    for run in step.runs:
-        if run.write:
-            row = next(row for row in world.rows if row.blocks is run.blocks)
-            expected.put(row, range(run.start, run.stop))
-    assert torch.equal(world.store.frames.view(torch.int16), expected.store.frames.view(torch.int16))
-    assert not torch.equal(before, expected.store.frames.view(torch.int16))
+    for make in (a_mixed_step, a_step_with_bodies):
+        world = World(shape_for(backend, torch.bfloat16))
+        step = make(world, is_short=backend == "triton")
+        before = world.store.frames.view(torch.int16).clone()
+        attend(attention_backend(backend, world.store), step)
+        expected = World(shape_for(backend, torch.bfloat16))
+        expected.store.frames.view(torch.int16).copy_(before)
+        for run in step.runs:
+            if run.write:
+                row = next(row for row in world.rows if row.blocks is run.blocks)
+                expected.put(row, range(run.start, run.stop))
+        assert torch.equal(world.store.frames.view(torch.int16), expected.store.frames.view(torch.int16))
+        assert not torch.equal(before, expected.store.frames.view(torch.int16))
 
 
 @pytest.mark.parametrize("backend", WITH_TRITON)
 def test_the_null_block_stays_zero(backend: BackendName) -> None:
-    world = World(shape_for(backend))
-    attend(attention_backend(backend, world.store), a_mixed_step(world, is_short=backend == "triton"))
-    per_block = world.store.geometry.frames_per_block
-    assert torch.equal(world.store.frames[NULL_BLOCK:per_block], torch.zeros_like(world.store.frames[:per_block]))
+    for make in (a_mixed_step, a_step_with_bodies):
+        world = World(shape_for(backend))
+        attend(attention_backend(backend, world.store), make(world, is_short=backend == "triton"))
+        per_block = world.store.geometry.frames_per_block
+        assert torch.equal(world.store.frames[NULL_BLOCK:per_block], torch.zeros_like(world.store.frames[:per_block]))
 
 
 @pytest.mark.parametrize("backend", WITH_TRITON)
@@ -196,15 +220,16 @@ def test_a_query_that_sees_nothing_gives_zero_and_minus_infinity(backend: Backen
 @pytest.mark.parametrize("backend", WITH_TRITON)
 def test_log_sum_exp_is_that_of_the_logits(backend: BackendName) -> None:
     world = World(shape_for(backend, torch.bfloat16))
-    row = world.row(301, range(301))
+    whole, thinned = world.row(301, range(301)), world.thinned(301, 272, [0, 260])
     made = attention_backend(backend, world.store)
-    for start, length in ((300, 1), (280, 21)):
+    for row, start, length in ((whole, 300, 1), (whole, 280, 21), (thinned, 299, 1), (thinned, 280, 20)):
         step = make_step(world, [(row, start, length)])
         _, lse = made.attend_run(LAYER, step.runs[0], step.q, scale=step.scale)
         for i in range(length):
-            keys = row.k[: start + i + 1].double().repeat_interleave(3, dim=1)
-            logits = torch.einsum("shd,hd->hs", keys, step.q[i].double()) * step.scale
-            assert torch.allclose(lse[i].double(), torch.logsumexp(logits, dim=1), atol=1e-5)
+            for head in range(6):
+                keys = row.seen(head // 3, start + i + 1)[0][:, 0].double()
+                logits = keys @ step.q[i, head].double() * step.scale
+                assert torch.allclose(lse[i, head].double(), torch.logsumexp(logits, dim=0), atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", WITH_TRITON)

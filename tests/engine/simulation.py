@@ -2,7 +2,8 @@
 
 The simulated runner refuses to read a slot that does not hold exactly what the row would have computed, and samples
 tokens as a function of the prefix and of what its row keeps besides (counts of tokens for penalties, the state of a
-grammar). So a text that came out right was computed over the right memory, with the right state.
+grammar). So a text that came out right was computed over the right memory, with the right state. Rows that are
+compressed keep a random part of their tokens in each lane; the shadow knows which, and every read is held against it.
 
 `AheadShadowRunner` starts steps before the host has read the ones before them: what it samples stays on its device.
 """
@@ -18,11 +19,14 @@ from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from engine.fake_grammar import FakeCompiler, FakeGrammar
+from kvikk.compress import KVCacheParams
 from kvikk.engine.config import EngineConfig, SchedulerConfig
 from kvikk.engine.core import Engine, EngineOutput
+from kvikk.engine.kv import Choice
 from kvikk.engine.limits import EngineLimits
 from kvikk.engine.logprobs import Logprob
 from kvikk.engine.request import UNKNOWN, FinishReason, Request, Row
@@ -30,13 +34,15 @@ from kvikk.engine.runner import sampling_tasks
 from kvikk.engine.sampler import SampledToken
 from kvikk.engine.sampling_params import SamplingParams
 from kvikk.engine.step import RowResult, ScheduledRow, StepPlan
-from kvikk.errors import PinRefused
+from kvikk.errors import PinRefused, PolicyFailed
 from kvikk.grammar import StructuredOutputsParams
-from kvikk.memory import BlockPool
+from kvikk.memory import BlockPool, Body, Held, Moves
+from kvikk.memory.body import IntArray
 from kvikk.prefix import KeySpace
 from kvikk.types import BlockId, BlockKey
 
 PAGE = 4
+LANES = 3
 VOCABULARY = 50
 EOS = 7
 FORM, STRICT_FORM = StructuredOutputsParams(regex="lax"), StructuredOutputsParams(regex="strict")
@@ -110,12 +116,164 @@ class Clock:
         return self.now
 
 
+class ShadowMemory:
+    """What each slot of each frame holds, and the engine's ways to move it."""
+
+    lanes = LANES
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.content: dict[tuple[int, int], int] = {}
+        self.copied_blocks = 0
+        self.copied_frames = 0
+        self.moved = 0
+        self.restored = 0
+        self.violation: AssertionError | None = None
+
+    def of_block(self, block: int, offset: int) -> set[int]:
+        """What the lanes hold of a position: one thing, if all is well."""
+        return {self.content.get((block * LANES + lane, offset), GARBAGE) for lane in range(LANES)}
+
+    def set_block(self, block: int, offset: int, value: int) -> None:
+        for lane in range(LANES):
+            self.content[block * LANES + lane, offset] = value
+
+    def copy_blocks(self, copies: list[tuple[BlockId, BlockId]]) -> None:
+        for source, target in copies:
+            lanes = np.arange(LANES)
+            self.copy_frames(source * LANES + lanes, target * LANES + lanes)
+        self.copied_blocks += len(copies)
+
+    def copy_frames(self, sources: IntArray, targets: IntArray) -> None:
+        assert not set(sources.tolist()) & set(targets.tolist())
+        assert (targets >= LANES).all(), "the null block is never written"
+        self.copied_frames += len(sources)
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            for offset in range(PAGE):
+                self.content[target, offset] = self.content.get((source, offset), GARBAGE)
+
+    def move(self, moves: Moves) -> None:
+        try:
+            self._move(moves)
+        except AssertionError as violation:
+            self.violation = violation
+            raise
+
+    def _move(self, moves: Moves) -> None:
+        self.moved += len(moves.sources)
+        pairs = list(zip(moves.sources.tolist(), moves.targets.tolist(), strict=True))
+        assert len({target for _, target in pairs}) == len(pairs)
+        values = [self.content[source // PAGE, source % PAGE] for source, _ in pairs]
+        for (_, target), value in zip(pairs, values, strict=True):
+            assert target >= LANES * PAGE, "the null block is never written"
+            self.content[target // PAGE, target % PAGE] = value
+
+    def save(self, frames: IntArray, blocks: list[BlockId]) -> list[list[int]]:
+        every = [*frames.tolist(), *(block * LANES + lane for block in blocks for lane in range(LANES))]
+        return [[self.content.get((frame, offset), GARBAGE) for offset in range(PAGE)] for frame in every]
+
+    def restore(self, saved: list[list[int]], frames: IntArray, blocks: list[BlockId]) -> None:
+        self.restored += 1
+        every = [*frames.tolist(), *(block * LANES + lane for block in blocks for lane in range(LANES))]
+        for frame, values in zip(every, saved, strict=True):
+            for offset, value in enumerate(values):
+                self.content[frame, offset] = value
+
+
+class ShadowCompressor:
+    """Keeps what a hash of request, lane and position says, and remembers what that was.
+
+    A request says how: share of what is kept, and every how many tokens, in its options of the policy `random`.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[Row, list[set[int]]] = {}
+        self.bodies: dict[Row, Body | None] = {}
+        self.choices: dict[Row, list[set[int]]] = {}
+        """The last choice for a row, which counts once the row has another body."""
+        self.fail_next = False
+        self.chosen = 0
+        self.violation: AssertionError | None = None
+
+    def check(self, params: KVCacheParams) -> None:
+        """Everything can be done."""
+
+    def keeps_everything(self, row: Row) -> bool:
+        return row.front <= 6
+
+    def next_trigger(self, row: Row) -> tuple[int | None, range]:
+        params = row.request.kv_cache
+        assert params is not None
+        if row.compress_at is None:
+            at: int | None = len(row.request.prompt_token_ids)
+        else:
+            at = None if params.every is None else row.compress_at + params.every
+        return at, range(0) if at is None else range(max(0, at - 5), at)
+
+    def kept_by(self, row: Row) -> list[set[int]]:
+        """What each lane holds below the tail."""
+        if row.body is None:
+            return [set(range(row.front)) for _ in range(LANES)]
+        if self.bodies.get(row) is not row.body:
+            self.bodies[row], self.kept[row] = row.body, self.choices[row]
+        return self.kept[row]
+
+    def choose(self, row: Row, held: Held, kept_from: int) -> Choice:
+        try:
+            return self._choose(row, held, kept_from)
+        except AssertionError as violation:  # the engine survives a policy that fails
+            self.violation = violation
+            raise
+
+    def _choose(self, row: Row, held: Held, kept_from: int) -> Choice:
+        self.chosen += 1
+        if self.fail_next:
+            self.fail_next = False
+            raise PolicyFailed("injected")
+        share = row.request.kv_cache.method.budget.amount  # type: ignore[union-attr]
+        before = self.kept_by(row)
+        kept: list[set[int]] = []
+        mask: list[list[bool]] = []
+        for lane in range(LANES):
+            live, positions = held.live[lane].tolist(), held.positions[lane].tolist()
+            held_positions = {p for p, is_live in zip(positions, live, strict=True) if is_live}
+            known = {position for position in before[lane] if position < row.tail_start}
+            assert held_positions == known | set(range(row.tail_start, row.front)), "what was kept is held"
+            draws = {p: hash((row.request.seed, lane, p)) % 100 for p in held_positions}
+            kept.append({p for p, draw in draws.items() if p >= kept_from or draw < 100 * share})
+            mask.append([is_live and p in kept[lane] for p, is_live in zip(positions, live, strict=True)])
+        keep = torch.tensor(mask)
+        self.choices[row] = kept
+        state = {"positions": held.positions.float()} if row.request.seed % 2 else {}
+        if row.body is not None and "positions" in row.body.state:
+            for lane in range(LANES):
+                length = int(row.body.lengths[lane])
+                assert torch.equal(
+                    row.body.state["positions"][lane, :length], row.body.positions[lane, :length].float()
+                ), "what is remembered of a slot goes where the slot goes"
+        return Choice(keep, keep.sum(1).numpy(), state)
+
+    def check_body(self, row: Row, memory: ShadowMemory, own: list[int]) -> None:
+        """What a row reads below its tail is what was chosen, once each, and holds what was computed."""
+        assert row.body is not None
+        kept = self.kept_by(row)
+        for lane in range(LANES):
+            length = int(row.body.lengths[lane])
+            positions = row.body.positions[lane, :length].tolist()
+            assert positions == sorted(p for p in kept[lane] if p < row.body.stop)
+            for slot, position in enumerate(positions):
+                frame = int(row.body.frames[lane, slot // PAGE])
+                held = memory.content[frame, slot % PAGE]
+                assert held == own[position], f"{row.id} reads a wrong slot of lane {lane} at {position}"
+
+
 class ShadowRunner:
     """Runs plans over the shadow memory, and fails when told to."""
 
     def __init__(self) -> None:
         self.pool: BlockPool | None = None
-        self.content: dict[tuple[int, int], int] = {}
+        self.memory = ShadowMemory()
+        self.compressor = ShadowCompressor()
         self.fail_next = False
         self.nan_next = False
         self.interrupt_next = False
@@ -152,26 +310,24 @@ class ShadowRunner:
         assert self.pool is not None
         self.last_plan = plan
         self.largest_step = max(self.largest_step, plan.tokens)
-        for source, target in plan.copies:
-            assert target != 0
-            for offset in range(PAGE):
-                self.content[target, offset] = self.content.get((source, offset), GARBAGE)
         tokens = [self.known_tokens(s.row) for s in plan.rows]
         assert not any(UNKNOWN in own for own in tokens), "a token is computed that nobody knows"
         hashes = [prefix_hashes(own) for own in tokens]
         written: set[tuple[int, int]] = set()
         for scheduled, own in zip(plan.rows, hashes, strict=True):
             assert all(a.stop <= b.start for a, b in pairwise(scheduled.runs)), "runs are in ascending order"
-            is_garbage = self.fail_next or self.is_spoilt(scheduled.row)
+            row = scheduled.row
+            is_garbage = self.fail_next or self.is_spoilt(row)
             for run in scheduled.runs:
                 for position in range(run.start, run.stop) if run.write else ():
-                    block, offset = run.blocks[position // PAGE], position % PAGE
+                    assert row.compress_at is None or position < row.compress_at, "nothing beyond a trigger is computed"
+                    block, offset = run.blocks[(position - row.tail_start) // PAGE], position % PAGE
                     assert block != 0, "the null block is never written"
                     assert self.pool.references(block) == 1, "a shared block is never written"
                     assert not self.pool.is_kept(block), "an indexed block is never written"
                     assert (block, offset) not in written, "two rows write one slot"
                     written.add((block, offset))
-                    self.content[block, offset] = GARBAGE if is_garbage else own[position]
+                    self.memory.set_block(block, offset, GARBAGE if is_garbage else own[position])
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("injected")
@@ -184,9 +340,12 @@ class ShadowRunner:
             for run in scheduled.runs:
                 prompt = row.request.prompt_token_ids
                 self.prompt_tokens[row.request.id] += max(0, min(run.stop, len(prompt)) - run.start)
-                for position in range(run.stop) if not self.is_spoilt(row) else ():
-                    held = self.content[run.blocks[position // PAGE], position % PAGE]
-                    assert held == own[position], f"{row.id} reads a wrong slot at {position}"
+                assert run.body is row.body
+                for position in range(row.tail_start, run.stop) if not self.is_spoilt(row) else ():
+                    held = self.memory.of_block(run.blocks[(position - row.tail_start) // PAGE], position % PAGE)
+                    assert held == {own[position]}, f"{row.id} reads a wrong slot at {position}"
+            if row.body is not None:
+                self.compressor.check_body(row, self.memory, own)
             if scheduled.samples:
                 assert scheduled.runs[-1].stop == len(row.tokens)
                 generated = len(row.tokens) - len(row.request.prompt_token_ids)
@@ -206,7 +365,8 @@ class ShadowRunner:
         """What a row computed is garbage: nobody may read it again."""
         for run in scheduled.runs:
             for position in range(run.start, run.stop) if run.write else ():
-                self.content[run.blocks[position // PAGE], position % PAGE] = GARBAGE
+                index = (position - scheduled.row.tail_start) // PAGE
+                self.memory.set_block(run.blocks[index], position % PAGE, GARBAGE)
 
     @staticmethod
     def _sample(scheduled: ScheduledRow, prefix_hash: int) -> list[SampledToken]:
@@ -224,7 +384,7 @@ def token_count(plan: StepPlan) -> int:
 def host_has_a_say(scheduled: ScheduledRow) -> bool:
     """Whether a row's next token, or what is told of it, depends on what the host knows or decides."""
     row, params = scheduled.row, scheduled.row.request.params
-    if scheduled.scores:
+    if scheduled.scores or params.kv_cache is not None:
         return True
     if not scheduled.samples:
         return False
@@ -365,6 +525,8 @@ class World:
             keyspace,
             blocks,
             self.runner,
+            self.runner.memory,
+            compressor=self.runner.compressor,
             grammars=FakeCompiler(VOCABULARY, frozenset({EOS})),  # type: ignore[arg-type]
             clock=self.clock,
             seeds=random.Random(5),
@@ -408,8 +570,9 @@ class World:
             outputs = self.engine.step()
         except KeyboardInterrupt:
             outputs = []
-        if self.runner.violation is not None:
-            raise self.runner.violation
+        for violation in (self.runner.violation, self.runner.memory.violation, self.runner.compressor.violation):
+            if violation is not None:
+                raise violation
         for out in outputs:
             key = (out.request.id, out.choice)
             assert key not in self.given_up, "what was given up is not heard of again"
@@ -435,7 +598,8 @@ class World:
         """What the host does not know is on its way, and of nothing that it does not know is there a key."""
         flying = [scheduled.row for step in self.engine._in_flight for scheduled in step.plan.rows if scheduled.samples]
         for request in requests:
-            assert request.held_blocks == len({block for row in request.rows for block in row.blocks})
+            in_bodies = sum(row.body_blocks for row in request.rows)
+            assert request.held_blocks == len({block for row in request.rows for block in row.blocks}) + in_bodies
             for row in request.rows:
                 assert row.pending == (0 if row.finish_reason else sum(other is row for other in flying))
                 assert UNKNOWN not in row.generated
@@ -450,8 +614,9 @@ class World:
                 for index, key in enumerate(row.keys):
                     self.meanings[key] = hashes[(index - 1) * PAGE : index * PAGE] if index else []
         for block, key in self.engine.prefix._key_of.items():
-            held = [self.runner.content.get((block, offset)) for offset in range(PAGE)]
-            assert held == self.meanings[key], f"block {block} holds something else than its key says"
+            held = [self.runner.memory.of_block(block, offset) for offset in range(PAGE)]
+            meant = [{value} for value in self.meanings[key]]
+            assert held == meant, f"block {block} holds something else than its key says"
 
     def _end(self, out: EngineOutput) -> None:
         key = (out.request.id, out.choice)
@@ -484,10 +649,22 @@ class World:
         while self.engine.has_work:
             self.step()
             steps += 1
-            assert steps < limit, "the engine stalls"
+            assert steps < limit, f"the engine stalls: {self._why()}"
         assert not self.requests, "every request has ended"
         pinned = self.engine.prefix.pinned
         assert self.engine.pool.held == pinned, "all rows are gone: only pins hold blocks"
+
+    def _why(self) -> str:
+        scheduler, kv = self.engine.scheduler, self.engine.kv
+        rows = [
+            f"{row.id}: {len(row.tokens)} tokens, front {row.front}, trigger {row.compress_at}, "
+            f"{len(row.blocks)} blocks, saved {row.saved is not None}, running {row.is_running}"
+            for row in [*scheduler.running, *scheduler.waiting]
+        ]
+        counts = (
+            f"{kv.pool.free} free, {kv.pool.cached} cached, {kv.frames.split_blocks} split, {kv.frames.free} frames"
+        )
+        return "; ".join([*rows, counts, f"{kv.prefix.pinned} pinned of {kv.pool.total}"])
 
 
 def random_prompt(rng: random.Random, longest: int) -> list[int]:
@@ -496,6 +673,14 @@ def random_prompt(rng: random.Random, longest: int) -> list[int]:
     shared = [(family * 11 + i * i) % VOCABULARY for i in range(rng.choice([0, 3, 8, 16, 20, 33]))]
     tail = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(0, 12))]
     return (shared + tail)[:longest] or [rng.randrange(VOCABULARY)]
+
+
+def random_compression(rng: random.Random) -> dict[str, object]:
+    return {
+        "policy": "random",
+        "budget": rng.choice([0.1, 0.3, 0.6, 0.95]),
+        "trigger": rng.choice(["prefill", "every:1", "every:3", "every:8"]),
+    }
 
 
 def random_event(world: World, rng: random.Random, *, plain_share: float = 0.0) -> None:
@@ -523,6 +708,7 @@ def random_event(world: World, rng: random.Random, *, plain_share: float = 0.0) 
             repetition_penalty=1.0 if is_plain else rng.choice([1.0, 1.0, 1.5]),
             presence_penalty=0.0 if is_plain else rng.choice([0.0, 0.0, 0.5]),
             structured_outputs=None if is_plain else rng.choice([None, None, FORM, STRICT_FORM]),
+            kv_cache=None if is_plain else rng.choice([None, random_compression(rng)]),
         )
     elif what < 0.34 and world.requests:
         world.abort(rng.choice(sorted(world.requests)))
@@ -538,6 +724,8 @@ def random_event(world: World, rng: random.Random, *, plain_share: float = 0.0) 
         world.runner.nan_next = True
     elif what < 0.475:
         world.runner.interrupt_next = True
+    elif what < 0.478:
+        world.runner.compressor.fail_next = True
     elif what < 0.49:
         with suppress(PinRefused):
             engine.pin(rng.choice("ab"), random_prompt(rng, world.max_len - 1))

@@ -99,6 +99,7 @@ def run(kind: Kind, jobs: list[Job], device: torch.device, *, blocks: int = 120,
         KeySpace(model="toy", rope="", kv_format="f32", page_size=16, numerics="fast"),
         blocks,
         runner,
+        store,
     )
     texts, logprobs, preemptions = [], [], 0
     for _ in range(passes):

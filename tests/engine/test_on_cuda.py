@@ -29,6 +29,7 @@ def texts(device: torch.device, jobs: list[tuple[list[int], SamplingParams]]) ->
         KeySpace(model="toy", rope="", kv_format="f32", page_size=16, numerics="fast"),
         100,
         ModelRunner(model, store, attention_backend("auto", store)),
+        store,
         grammars=FakeCompiler(256, frozenset()),  # type: ignore[arg-type]
     )
     for _ in range(2):  # cold, then over the prefix cache

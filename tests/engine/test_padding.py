@@ -63,7 +63,7 @@ def engine_on(model: CausalLM, *, blocks: int = 120, backend: Any = "auto") -> E
     keyspace = KeySpace(model=spec.fingerprint, rope=spec.rope, kv_format="any", page_size=PAGE, numerics="fast")
     limits = EngineLimits(max_model_len=512, vocabulary=spec.vocabulary)
     runner = ModelRunner(model, store, attention_backend(backend, store))
-    return Engine(EngineConfig(), limits, keyspace, blocks, runner)
+    return Engine(EngineConfig(), limits, keyspace, blocks, runner, store)
 
 
 def serve(engine: Engine, prompts: list[list[int]], **params: Any) -> list[list[int]]:

@@ -45,6 +45,7 @@ def engine_on(
         keyspace,
         blocks,
         ModelRunner(model, store, attention_backend(backend, store)),
+        store,
         grammars=FakeCompiler(spec.vocabulary, frozenset()),  # type: ignore[arg-type]
     )
 

@@ -6,10 +6,15 @@ A caller makes a `QueryRun` for each row (or several, for a prompt with holes), 
     step = backend.begin(schedule)       # handed to the model's forward
     out = step.attend(layer, q, k, v, scale=scale)
 
+A row is uniform, all of its positions in the blocks of its table, or it has a body (`memory.body`): then each lane has
+slots of its own number in frames of its own, and the table begins where the body stops. A lane's slots are numbered
+through its body and then its tail. Backends take both kinds in one step.
+
 What holds here:
 
 - All K and V of a step are stored before any of its queries attends.
-- What lies beyond a row's length is masked, never multiplied by zero; the null block is never written.
+- What lies beyond a row's length, or a lane's in its body, is masked, never multiplied by zero; the null block is
+  never written.
 - A row's result does not depend on its batch mates.
 - Log-sum-exp is natural, fp32, and (0, -inf) for a query that sees nothing; merging never makes NaN.
 

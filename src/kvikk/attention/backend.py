@@ -56,7 +56,10 @@ class AttentionBackend(Protocol):
         ...
 
     def plan(self, runs: Sequence[QueryRun]) -> Schedule:
-        """Check and pack the runs of a step. Reads block tables once: later changes of them are not seen.
+        """Check and pack the runs of a step.
+
+        Reads block tables once: later changes of them are not seen. Bodies are read where they lie, and must stay as
+        they are until the step's last `attend`.
 
         Raises:
             ValueError: a run that cannot be computed; the text says which and why.

@@ -1,7 +1,8 @@
 """What attention is asked to do in one step, and the plan made of it: once for all layers.
 
 `QueryRun` is the question: consecutive positions of one row. `Schedule` is the plan: the runs, where their tokens
-lie in the flattened step, which slots are written, and every block table packed into one array.
+lie in the flattened step, which slots are written, and every block table packed into one array. Bodies are not packed:
+they change at compaction only, and are read where they lie.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvikk.geometry import KVGeometry
+from kvikk.memory.body import Body
 from kvikk.types import NULL_BLOCK, BlockId, Position
 
 IntArray = NDArray[np.int64]
@@ -25,17 +28,20 @@ class QueryRun(NamedTuple):
     A decode row is one run of one position; a chunk of a prompt is one run; a prompt with holes is several.
     The query at position p attends to the row's positions 0..p. Every position below `start` must already be in
     the pool, or be written by an earlier run of the same row in the same step: all K and V of a step are stored
-    before any query attends, so that runs of one row see each other.
+    before any query attends, so that runs of one row see each other. Where the row has a body, the query sees what is
+    live of it, in each lane, and the positions from the body's `stop` to its own.
 
     Args:
-        blocks: the row's block table, up to position `start + length - 1` at least. Packing is cheapest when it
-            is an `array.array('q')` or an int64 numpy array, which are copied whole.
-        start: the first position.
+        blocks: the row's block table, up to position `start + length - 1` at least. Block i holds the positions from
+            `i * page_size` on, counted from the body's `stop` where there is a body. Packing is cheapest when it is an
+            `array.array('q')` or an int64 numpy array, which are copied whole.
+        start: the first position, not below the body's `stop`.
         length: how many positions, at least 1.
         write: False when K and V of these positions already lie in the pool (a shared block): they are computed
             for their query only, and not stored.
         bias: optional, added to the logits: `[kv_heads, >= start + length]` fp32, one value for each KV slot of
-            the row, the same in all layers.
+            the row, the same in all layers. Not together with a body.
+        body: what the row keeps of the positions before its block table; None: the table holds all of them.
     """
 
     blocks: Sequence[BlockId]
@@ -43,16 +49,22 @@ class QueryRun(NamedTuple):
     length: int
     write: bool = True
     bias: Tensor | None = None
+    body: Body | None = None
 
     @property
     def stop(self) -> int:
-        """One past the last position: the KV length that the last query sees."""
+        """One past the last position."""
         return self.start + self.length
+
+    @property
+    def tail(self) -> int:
+        """The position at which the block table begins: 0 without a body."""
+        return 0 if self.body is None else self.body.stop
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step, planned: valid for every layer, and for as long as the runs' block tables do not change.
+    """One step, planned: valid for every layer, and for as long as the runs' bodies do not change.
 
     Token t of run r is token `offsets[r] + t` of the flattened step.
 
@@ -61,9 +73,12 @@ class Schedule:
         tokens: tokens of the step, over all runs.
         offsets: `[runs]`, each run's first token.
         starts: `[runs]`, each run's first position.
+        tail_starts: `[runs]`, the same counted from where the run's block table begins: `start - tail`.
         lengths: `[runs]`, positions of each run.
         tables: `[blocks of all runs]`, the block tables one after another, as long as the runs need them.
         table_offsets: `[runs + 1]`, where each run's table begins.
+        body_slots: `[runs]`, slots of the longest lane of each run's body: 0 where there is none.
+        with_body: indices of the runs that have a body.
         decode: indices of the runs of one position.
         multi: indices of the longer runs.
         write_tokens: `[written]`, the tokens whose K and V are stored.
@@ -74,9 +89,12 @@ class Schedule:
     tokens: int
     offsets: IntArray
     starts: IntArray
+    tail_starts: IntArray
     lengths: IntArray
     tables: IntArray
     table_offsets: IntArray
+    body_slots: IntArray
+    with_body: tuple[int, ...]
     decode: tuple[int, ...]
     multi: tuple[int, ...]
     write_tokens: IntArray
@@ -87,85 +105,146 @@ class Schedule:
         return self.tables[self.table_offsets[run] : self.table_offsets[run + 1]]
 
 
-def plan_step(runs: Sequence[QueryRun], *, page_size: int, blocks: int) -> Schedule:
+def plan_step(runs: Sequence[QueryRun], *, geometry: KVGeometry, blocks: int) -> Schedule:
     """Check the runs of a step and pack them.
 
     Args:
         runs: at least one. Their tokens are flattened in this order.
-        page_size: slots of one block.
+        geometry: of the pool.
         blocks: blocks in the pool: every block id must be below it.
 
     Raises:
-        ValueError: a run that is empty, starts below 0, has too short a table or bias, names a block outside the
-            pool, or would write to the null block.
+        ValueError: a run that is empty, starts below 0 or in its body, has too short a table or bias, names a block or
+            a frame outside the pool, would write to the null block, or has a body of another geometry.
     """
     if not runs:
         raise ValueError("a step of 0 runs cannot be planned: skip steps that have no work")
+    page_size = geometry.page_size
     for index, run in enumerate(runs):
         _check(index, run, page_size)
-    packed = [np.asarray(run.blocks, dtype=np.int64)[: -(-run.stop // page_size)] for run in runs]
-    tables = np.concatenate(packed)
     starts = np.array([run.start for run in runs], dtype=np.int64)
     lengths = np.array([run.length for run in runs], dtype=np.int64)
+    with_body = [i for i, run in enumerate(runs) if run.body is not None]
+    tail_starts, body_slots = starts, np.zeros(len(runs), dtype=np.int64)
+    if with_body:
+        tail_starts = starts - np.array([run.tail for run in runs], dtype=np.int64)
+        body_slots[with_body] = _check_bodies(runs, with_body, geometry, blocks)
+    needed = -(-(tail_starts + lengths) // page_size)
+    packed = [np.asarray(run.blocks, dtype=np.int64)[:n] for run, n in zip(runs, needed.tolist(), strict=True)]
+    tables = np.concatenate(packed)
     if int(tables.min()) < 0 or int(tables.max()) >= blocks:
         wrong = int(tables.min()) if int(tables.min()) < 0 else int(tables.max())
         raise ValueError(f"block {wrong} is outside the pool of {blocks} blocks (0..{blocks - 1})")
-    offsets = _exclusive_sum(lengths)
-    table_offsets = _exclusive_sum(np.array([len(table) for table in packed], dtype=np.int64))
-    write_tokens, write_slots = _writes(runs, offsets, tables, table_offsets, page_size)
+    offsets, table_offsets = _exclusive_sum(lengths), _exclusive_sum(needed)
+    tokens = int(offsets[-1])
+    multi = tuple(np.flatnonzero(lengths > 1).tolist()) if tokens > len(runs) else ()
+    write_tokens, write_runs = _writers(runs, tokens, lengths)
+    at = tail_starts[write_runs]
+    if tokens > len(runs):
+        at += write_tokens - offsets[write_runs]
+    written = tables[table_offsets[write_runs] + at // page_size]
+    if bool((written == NULL_BLOCK).any()):
+        first = int(np.argmax(written == NULL_BLOCK))
+        raise ValueError(
+            f"position {at[first] + runs[write_runs[first]].tail} would be written to the null block: give its row a "
+            "block, or set write=False"
+        )
     return Schedule(
         runs=tuple(runs),
-        tokens=int(offsets[-1]),
+        tokens=tokens,
         offsets=offsets[:-1],
         starts=starts,
+        tail_starts=tail_starts,
         lengths=lengths,
         tables=tables,
         table_offsets=table_offsets,
-        decode=tuple(i for i, run in enumerate(runs) if run.length == 1),
-        multi=tuple(i for i, run in enumerate(runs) if run.length > 1),
+        body_slots=body_slots,
+        with_body=tuple(with_body),
+        decode=tuple(np.flatnonzero(lengths == 1).tolist()) if multi else tuple(range(len(runs))),
+        multi=multi,
         write_tokens=write_tokens,
-        write_slots=write_slots,
+        write_slots=written * page_size + at % page_size,
     )
 
 
 def _check(index: int, run: QueryRun, page_size: int) -> None:
     if run.length < 1 or run.start < 0:
         raise ValueError(f"run {index} covers positions {run.start}..{run.stop - 1}: a run needs 1 position or more")
-    if len(run.blocks) * page_size < run.stop:
+    first = 0 if run.body is None else run.body.stop
+    if run.start < first:
+        raise ValueError(
+            f"run {index} starts at position {run.start}, inside its row's body, which stops at {first}: "
+            "what a body holds cannot be computed again"
+        )
+    if len(run.blocks) * page_size < run.stop - first:
         raise ValueError(
             f"run {index} reaches position {run.stop - 1}, its {len(run.blocks)} blocks of {page_size} hold "
-            f"{len(run.blocks) * page_size}: take blocks before planning"
+            f"{len(run.blocks) * page_size}{f' from {first} on' if first else ''}: take blocks before planning"
         )
-    if run.bias is not None and (run.bias.dim() != 2 or run.bias.shape[1] < run.stop):
+    if run.bias is None:
+        return
+    if run.body is not None:
+        raise ValueError(f"run {index} has a bias and its row a body, whose slots have no order: give it one of them")
+    if run.bias.dim() != 2 or run.bias.shape[1] < run.stop:
         raise ValueError(
             f"run {index} has a bias of shape {tuple(run.bias.shape)}: it must be [kv_heads, >= {run.stop}]"
         )
+
+
+def _check_bodies(runs: Sequence[QueryRun], with_body: Sequence[int], geometry: KVGeometry, blocks: int) -> list[int]:
+    """The longest lane of each of these runs' bodies; a body that several runs share is checked once."""
+    longest: dict[int, int] = {}
+    for index in with_body:
+        body = runs[index].body
+        assert body is not None
+        if id(body) not in longest:
+            longest[id(body)] = _check_body(index, body, geometry, blocks)
+    return [longest[id(runs[index].body)] for index in with_body]
+
+
+def _check_body(index: int, body: Body, geometry: KVGeometry, blocks: int) -> int:
+    """Slots of the body's longest lane, or a ValueError that says what would be read amiss."""
+    page, lanes = geometry.page_size, geometry.frames_per_block
+    frames, lengths = body.frames, body.lengths
+    if frames.ndim != 2 or len(frames) != lanes or lengths.shape != (lanes,):
+        raise ValueError(
+            f"run {index} has a body of frames {frames.shape} and lengths {lengths.shape}, the pool has {lanes} lanes: "
+            f"they must be ({lanes}, columns) and ({lanes},)"
+        )
+    if any(part.dtype != np.int64 or not part.flags.c_contiguous for part in (frames, lengths)):
+        raise ValueError(f"run {index} has a body whose frames and lengths are not contiguous int64")
+    if body.stop < 0 or body.stop % page:
+        raise ValueError(f"run {index} has a body that stops at {body.stop}: it must be a multiple of the page, {page}")
+    columns, longest = frames.shape[1], int(lengths.max())
+    if int(lengths.min()) < 0 or longest > columns * page:
+        wrong = longest if longest > columns * page else int(lengths.min())
+        raise ValueError(
+            f"run {index} has a body with a lane of {wrong} slots, its {columns} frames of {page} hold {columns * page}"
+        )
+    is_live = np.arange(columns) < -(-lengths // page)[:, None]
+    is_wrong = is_live & (frames < lanes)
+    if columns and int(frames.max()) >= blocks * lanes:
+        is_wrong |= is_live & (frames >= blocks * lanes)
+    if is_wrong.any():
+        lane, column = np.argwhere(is_wrong)[0].tolist()
+        raise ValueError(
+            f"run {index} has a body with frame {int(frames[lane, column])} in lane {lane}: live frames are "
+            f"{lanes}..{blocks * lanes - 1}, those before are the null block's"
+        )
+    return longest
+
+
+def _writers(runs: Sequence[QueryRun], tokens: int, lengths: IntArray) -> tuple[IntArray, IntArray]:
+    """The tokens that are stored, and the run of each."""
+    index = np.arange(len(runs))
+    if tokens == len(runs) and all(run.write for run in runs):  # a pure decode step
+        return index, index
+    run_of = np.repeat(index, lengths)
+    stored = np.flatnonzero(np.array([run.write for run in runs])[run_of])
+    return stored, run_of[stored]
 
 
 def _exclusive_sum(counts: IntArray) -> IntArray:
     sums = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=sums[1:])
     return sums
-
-
-def _writes(
-    runs: Sequence[QueryRun], offsets: IntArray, tables: IntArray, table_offsets: IntArray, page_size: int
-) -> tuple[IntArray, IntArray]:
-    """The tokens that are stored, and their slots."""
-    writers = [i for i, run in enumerate(runs) if run.write]
-    if not writers:
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    if len(writers) == len(runs) == int(offsets[-1]):  # a pure decode step: no loop over the rows
-        positions = np.array([run.start for run in runs], dtype=np.int64)
-        tokens, where = offsets[:-1], table_offsets[:-1]
-    else:
-        tokens = np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in writers])
-        positions = np.concatenate([np.arange(runs[i].start, runs[i].stop) for i in writers])
-        where = np.repeat(table_offsets[writers], [runs[i].length for i in writers])
-    block = tables[where + positions // page_size]
-    if bool((block == NULL_BLOCK).any()):
-        position = int(positions[int(np.argmax(block == NULL_BLOCK))])
-        raise ValueError(
-            f"position {position} would be written to the null block: give its row a block, or set write=False"
-        )
-    return tokens, block * page_size + positions % page_size

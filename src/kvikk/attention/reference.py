@@ -33,10 +33,10 @@ def attend_dense(
     """Causal attention of consecutive queries over the whole KV of their row.
 
     Args:
-        q: `[queries, q_heads, head_dim]`, the queries at positions `start` and on.
+        q: `[queries, q_heads, head_dim]`, the queries at slots `start` and on.
         k: `[kv_heads, slots, head_dim]`, `slots >= start + queries`.
         v: `[kv_heads, slots, head_dim]`.
-        start: position of the first query.
+        start: slot of the first query's own K and V, which sees the slots up to it: its position, in a uniform row.
         scale: factor on `q @ k`.
         bias: `[kv_heads, >= slots]`, added to the logits.
         numerics: `exact` computes each query by itself, over just the slots that it sees.
@@ -47,12 +47,12 @@ def attend_dense(
     """
     queries, q_heads, head_dim = q.shape
     kv_heads = k.shape[0]
-    if q_heads % kv_heads:
-        raise ValueError(f"{q_heads} query heads cannot share {kv_heads} KV heads evenly: check the model's config")
+    group = _group(q_heads, kv_heads)
     if bias is not None and bias.shape[0] != kv_heads:
         raise ValueError(f"the bias is for {bias.shape[0]} KV heads, the layer has {kv_heads}")
-    group = q_heads // kv_heads
-    tile_queries = 1 if numerics == "exact" else _QUERY_TILE
+    # A weight of 0 does not undo NaN: where the queries' own values are not finite, each takes just what it sees.
+    is_finite = bool(v[:, start + 1 : start + queries].isfinite().all())
+    tile_queries = 1 if numerics == "exact" or not is_finite else _QUERY_TILE
     out = torch.empty((queries, q_heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((queries, q_heads), dtype=torch.float32, device=q.device)
     for first in range(0, queries, tile_queries):
@@ -74,6 +74,13 @@ def attend_dense(
         out[first : first + n] = part.reshape(n, q_heads, head_dim)
         lse[first : first + n] = total.squeeze(-1).permute(1, 0, 2).reshape(n, q_heads)
     return out, lse
+
+
+def _group(q_heads: int, kv_heads: int) -> int:
+    """Query heads that share a KV head."""
+    if q_heads % kv_heads:
+        raise ValueError(f"{q_heads} query heads cannot share {kv_heads} KV heads evenly: check the model's config")
+    return q_heads // kv_heads
 
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -114,6 +121,18 @@ def read_row(store: KVStore, layer: int, table: Tensor, slots: int) -> tuple[Ten
     return kv[0, :, :slots], kv[1, :, :slots]
 
 
+def read_lane(store: KVStore, frames: Tensor, length: int) -> Tensor:
+    """Gather one lane's K and V, `[2, length, head_dim]`.
+
+    Args:
+        store: the pool.
+        frames: `[frames]` int64 on the pool's device, at least as many as hold `length`.
+        length: live slots: what lies beyond is not returned.
+    """
+    pages = store.frames[frames[: store.geometry.blocks_for(length)]]  # [frames, 2, page_size, head_dim]
+    return pages.transpose(0, 1).flatten(1, 2)[:, :length]
+
+
 def write_tokens(store: KVStore, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Store K and V, `[tokens, kv_heads, head_dim]` each, at `slots` `[tokens]` int64 of one layer."""
     page = store.geometry.page_size
@@ -138,15 +157,17 @@ class ReferenceBackend:
 
     def plan(self, runs: Sequence[QueryRun]) -> Schedule:
         """See `AttentionBackend.plan`."""
-        return plan_step(runs, page_size=self.store.geometry.page_size, blocks=self.store.blocks)
+        return plan_step(runs, geometry=self.store.geometry, blocks=self.store.blocks)
 
     def begin(self, schedule: Schedule) -> ReferenceStep:
         """See `AttentionBackend.begin`."""
         device = self.store.device
+        bodies = [run.body for run in schedule.runs]
         return ReferenceStep(
             backend=self,
             schedule=schedule,
             tables=[torch.from_numpy(schedule.table(r).copy()).to(device) for r in range(len(schedule.runs))],
+            bodies=[None if body is None else torch.from_numpy(body.frames).to(device) for body in bodies],
             write_tokens=torch.from_numpy(schedule.write_tokens).to(device),
             write_slots=torch.from_numpy(schedule.write_slots).to(device),
         )
@@ -156,21 +177,17 @@ class ReferenceBackend:
 
     def attend_run(self, layer: int, run: QueryRun, q: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
         """See `AttentionBackend.attend_run`."""
-        table = torch.as_tensor(list(run.blocks), dtype=torch.int64, device=self.store.device)
-        return self._attend(layer, run, table, q, scale)
-
-    def _attend(self, layer: int, run: QueryRun, table: Tensor, q: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        k, v = read_row(self.store, layer, table, run.stop)
-        return attend_dense(q, k, v, start=run.start, scale=scale, bias=run.bias, numerics=self.numerics)
+        return self.begin(self.plan([run._replace(write=False)])).attend_run(layer, 0, q, scale)
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceStep:
-    """One step of the reference backend."""
+    """One step of the reference backend; tables of its runs, and frames of those with a body, lie on the device."""
 
     backend: ReferenceBackend
     schedule: Schedule
     tables: list[Tensor]
+    bodies: list[Tensor | None]
     write_tokens: Tensor
     write_slots: Tensor
 
@@ -183,7 +200,34 @@ class ReferenceStep:
             at = self.write_tokens
             write_tokens(self.backend.store, layer, self.write_slots, k[at], v[at])
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        for run, table, offset in zip(plan.runs, self.tables, plan.offsets.tolist(), strict=True):
+        for index, (run, offset) in enumerate(zip(plan.runs, plan.offsets.tolist(), strict=True)):
             span = slice(offset, offset + run.length)
-            out[span] = self.backend._attend(layer, run, table, q[span], scale)[0]
+            out[span] = self.attend_run(layer, index, q[span], scale)[0]
         return out
+
+    def attend_run(self, layer: int, index: int, q: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Attend one run to what the pool holds: output and log-sum-exp, both fp32."""
+        store, numerics = self.backend.store, self.backend.numerics
+        run, frames = self.schedule.runs[index], self.bodies[index]
+        start = run.start - run.tail
+        k, v = read_row(store, layer, self.tables[index], start + run.length)
+        if run.body is None or frames is None:
+            return attend_dense(q, k, v, start=start, scale=scale, bias=run.bias, numerics=numerics)
+        # Lanes differ in length, so each KV head is a row of its own: its body, then the tail.
+        group = _group(q.shape[1], k.shape[0])
+        heads = []
+        for head in range(k.shape[0]):
+            lane = store.geometry.first_frame[layer] + head
+            length = int(run.body.lengths[lane])
+            body_k, body_v = read_lane(store, frames[lane], length)
+            heads.append(
+                attend_dense(
+                    q[:, head * group : (head + 1) * group],
+                    torch.cat((body_k, k[head]))[None],
+                    torch.cat((body_v, v[head]))[None],
+                    start=length + start,
+                    scale=scale,
+                    numerics=numerics,
+                )
+            )
+        return torch.cat([out for out, _ in heads], dim=1), torch.cat([lse for _, lse in heads], dim=1)

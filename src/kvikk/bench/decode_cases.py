@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvikk.attention.gpu.flashinfer import ADDRESSABLE, LayerKV, layer_views
 from kvikk.attention.gpu.rows import Bodies, DecodeRows
-from kvikk.attention.reference import attend_dense, read_row
+from kvikk.attention.reference import attend_dense, read_lane, read_row
 from kvikk.bench.attention_shape import AttentionShape
 from kvikk.bench.traces import Trace, ragged_lengths
 from kvikk.errors import ConfigError
@@ -138,8 +138,7 @@ class Placed:
         assert bodies is not None
         lane = layer * len(self.lanes[row]) + head
         first, live = int(bodies.offsets[row, lane]), int(bodies.lengths[row, lane])
-        frames = self.store.frames[bodies.frames[first : first + -(-live // page)].long()]
-        body = frames.transpose(0, 1).flatten(1, 2)[:, :live]
+        body = read_lane(self.store, bodies.frames[first : first + -(-live // page)].long(), live)
         tail = read_row(self.store, layer, self.rows.tables[row].long(), self.lengths[row])
         return torch.cat((body[0], tail[0][head])), torch.cat((body[1], tail[1][head]))
 

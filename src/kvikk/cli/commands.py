@@ -17,6 +17,7 @@ COMMANDS = {
     "chat": "talk with the model",
     "demo": "questions over a long document, computed once",
     "models": "architectures that run, and models on this machine",
+    "policies": "policies for the KV cache: what they keep, read and cost",
     "config": "options, their values, and where each came from",
     "doctor": "versions, devices, memory, caches",
 }

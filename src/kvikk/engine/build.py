@@ -6,6 +6,8 @@ import logging
 from dataclasses import dataclass, replace
 
 from kvikk.attention import AttentionBackend, attention_backend
+from kvikk.compress import Rotary
+from kvikk.engine.compressor import PolicyCompressor
 from kvikk.engine.config import EngineConfig
 from kvikk.engine.core import Engine
 from kvikk.engine.limits import EngineLimits
@@ -118,7 +120,10 @@ def build_engine(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, Cap
     )
     logger.info("%s", capacity)
     grammars = GrammarCompiler(loaded.tokenizer, spec.vocabulary, spec.eos_token_ids)
-    return Engine(config, limits, keyspace, blocks, runner, grammars=grammars), capacity
+    rotary = Rotary(inv_freq=model.inv_freq) if isinstance(model, LlamaModel) else None
+    compressor = PolicyCompressor(store, rotary)
+    engine = Engine(config, limits, keyspace, blocks, runner, store, compressor=compressor, grammars=grammars)
+    return engine, capacity
 
 
 def _runner(

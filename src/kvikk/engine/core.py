@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple
 
+from kvikk.compress import KVCacheParams
 from kvikk.engine.config import EngineConfig
 from kvikk.engine.history import TokenHistory
+from kvikk.engine.kv import Compressor, KVBytes, KVMemory
 from kvikk.engine.limits import EngineLimits
 from kvikk.engine.logprobs import Logprob
 from kvikk.engine.request import FinishReason, Request, Row
@@ -22,7 +24,6 @@ from kvikk.engine.scheduler import Scheduler
 from kvikk.engine.step import AheadRunner, PendingStep, RowResult, Runner, ScheduledRow, StepPlan
 from kvikk.errors import ConfigError, InvalidRequest, KvikkError, StepFailed
 from kvikk.grammar import Grammar, GrammarCompiler
-from kvikk.memory import BlockPool
 from kvikk.prefix import LRU, KeySpace, PrefixCache, extend_keys
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ class Engine:
         keyspace: of the prefix keys; its page size is the pool's.
         blocks: usable blocks of the pool.
         runner: computes steps.
+        store: the bytes of the pool.
+        compressor: chooses what compressed rows keep; without it requests for that are refused.
         grammars: makes the grammars of requests with structured outputs; without it these are refused.
         clock: seconds, monotonic.
         seeds: draws the seeds of requests that give none.
@@ -76,24 +79,28 @@ class Engine:
         keyspace: KeySpace,
         blocks: int,
         runner: Runner,
+        store: KVBytes,
         *,
+        compressor: Compressor | None = None,
         grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
         seeds: random.Random | None = None,
     ) -> None:
         self.limits = limits
-        self.pool = BlockPool(blocks)
         longest = -(-limits.max_model_len // keyspace.page_size)
         if longest > blocks:
             raise ConfigError(f"a sequence of {limits.max_model_len} tokens takes {longest} blocks of {blocks}")
-        self.prefix = PrefixCache(
-            self.pool,
-            LRU(),
-            clock,
-            pinnable_blocks=blocks - longest,
-            enabled=config.enable_prefix_caching,
+        self.kv = KVMemory(
+            blocks,
+            store,
+            lambda pool: PrefixCache(
+                pool, LRU(), clock, pinnable_blocks=blocks - longest, enabled=config.enable_prefix_caching
+            ),
+            keyspace.page_size,
+            compressor,
         )
-        self.scheduler = Scheduler(config.scheduler, self.pool, self.prefix, keyspace.page_size)
+        self.pool, self.prefix = self.kv.pool, self.kv.prefix
+        self.scheduler = Scheduler(config.scheduler, self.kv)
         self.steps = 0
         self.computed_tokens = 0
         self._config = config
@@ -139,6 +146,7 @@ class Engine:
         prompt = self.limits.checked_prompt(prompt_token_ids)
         self.limits.check_params(params, self._config.scheduler.max_num_seqs)
         grammar = self._grammar(params)
+        kv_cache = self._kv_cache(params)
         number = next(self._numbers)
         if request_id is None:
             request_id = f"request-{number}"
@@ -153,6 +161,7 @@ class Engine:
             seed=(self._seeds.getrandbits(64) if params.seed is None else params.seed) & (2**64 - 1),
             stop_ids=eos | frozenset(params.stop_tokens),
             arrival_s=self._clock(),
+            kv_cache=kv_cache,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             is_plain=grammar is None and not params.has_penalties and not params.logit_bias and params.logprobs is None,
         )
@@ -165,6 +174,8 @@ class Engine:
             history=TokenHistory(prompt if params.repetition_penalty != 1 else ()) if params.has_penalties else None,
             grammar=grammar,
         )
+        if kv_cache is not None:
+            self._plan_compression(row)
         request.rows.append(row)
         self._requests[request_id] = request
         self.scheduler.add(row)
@@ -208,6 +219,7 @@ class Engine:
         one's, and the host works while the device does.
         """
         self._collect(down_to=1)
+        self._compact(self.scheduler.due)
         plan = self.scheduler.schedule()
         if plan.rows:
             self._idle_steps = 0
@@ -278,6 +290,30 @@ class Engine:
         self.scheduler.commit(scheduled for scheduled, result in results if result.tokens or not scheduled.samples)
         for scheduled, result in results:
             self._outputs += self._advance(scheduled, result)
+        for scheduled, _ in results:  # when all have their tokens: making room can take a row's memory
+            if scheduled.row.compress_at is not None:
+                self._compact(scheduled.row.request.rows)
+
+    def _compact(self, rows: list[Row]) -> None:
+        """Compact those of the rows that are at their triggers."""
+        for row in list(rows):
+            if not row.is_due:  # or not any more: the one before it may have taken its memory
+                continue
+            try:
+                is_done = self.kv.compact(row, self.scheduler.find_room)
+            except Exception as error:
+                failure = error if isinstance(error, KvikkError) else StepFailed(f"compressing failed: {error!r}")
+                self._outputs += self._fail(row, failure)
+                continue
+            if is_done:
+                self._plan_compression(row)
+                if row in self.scheduler.due:
+                    self.scheduler.due.remove(row)
+
+    def _plan_compression(self, row: Row) -> None:
+        """Find a row's next trigger."""
+        assert self.kv.compressor is not None
+        row.set_trigger(*self.kv.compressor.next_trigger(row))
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
         """A step is lost: its rows end, with what was in flight before it."""
@@ -299,9 +335,7 @@ class Engine:
         Raises:
             PoolCorrupt: with the first disagreement found.
         """
-        rows = [row.blocks for request in self._requests.values() for row in request.rows]
-        self.pool.check([*rows, *self.prefix.holders()])
-        self.prefix.check()
+        self.kv.check(row for request in self._requests.values() for row in request.rows)
 
     def pin(self, name: str, token_ids: Sequence[int], *, salt: str = "") -> int:
         """Keep what is cached of a prefix until `prefix.unpin(name)`. Returns how many blocks are held.
@@ -324,6 +358,22 @@ class Engine:
                 param="structured_outputs",
             )
         return self._grammars.compile(params.structured_outputs, may_end_early=not params.ignore_eos)
+
+    def _kv_cache(self, params: SamplingParams) -> KVCacheParams | None:
+        """How a request's rows are to be compressed; None: not at all.
+
+        Raises:
+            InvalidRequest: it cannot be done, or cannot be understood.
+        """
+        asked = self._config.kv_cache
+        if params.kv_cache is not None:
+            asked = KVCacheParams.from_dict(params.kv_cache, self._config.kv_cache)
+        if asked is None or asked.is_full:
+            return None
+        if self.kv.compressor is None:
+            raise InvalidRequest("kv_cache is not available: this engine was built without policies", param="kv_cache")
+        self.kv.compressor.check(asked)
+        return asked
 
     def _advance(self, scheduled: ScheduledRow, result: RowResult) -> list[EngineOutput]:
         """Hand a row what the step gave it: no token, one, or `n` of them when it forks."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvikk.engine.sampling_params import SamplingParams, whole_number
+from kvikk.engine.sampling_params import SamplingParams
 from kvikk.errors import InvalidRequest, PromptTooLong
+from kvikk.quantities import whole_number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

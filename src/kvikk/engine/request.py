@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvikk.attention.plan import QueryRun
+from kvikk.compress import KVCacheParams
 from kvikk.engine.history import TokenHistory
 from kvikk.engine.logprobs import Logprob
+from kvikk.engine.queries import WatchedQueries
 from kvikk.engine.sampling_params import SamplingParams
 from kvikk.grammar import Grammar
+from kvikk.memory import Body
 from kvikk.prefix import extend_keys
 from kvikk.types import BlockId, BlockKey, Position
 
@@ -31,10 +35,48 @@ class FinishReason(StrEnum):
 
 
 class Segment(NamedTuple):
-    """Positions `start..stop-1` of a row that are known and not computed yet."""
+    """Positions `start..stop-1` of a row that are known and still to compute.
+
+    `write` is False where their K and V are cached already: they are computed for the sake of their queries.
+    """
 
     start: int
     stop: int
+    write: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A compressed row's bytes while it has no memory: it cannot be computed again.
+
+    Args:
+        bytes: as `KVBytes.save` gave them.
+        frames: of the body.
+        blocks: of the tail.
+    """
+
+    bytes: Any
+    frames: int
+    blocks: int
+
+
+@dataclass(slots=True)
+class KVCacheUsage:
+    """What compression did for a request, all its rows together.
+
+    Args:
+        policy: its name.
+        compactions: how often a row was compacted.
+        tokens: logical tokens of the row that was compacted last, at that time.
+        kept_tokens: of them, those it kept, in the mean over lanes.
+        frames_freed: given back to the pool, less those taken to copy to.
+    """
+
+    policy: str
+    compactions: int = 0
+    tokens: int = 0
+    kept_tokens: float = 0.0
+    frames_freed: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +100,10 @@ class Request:
     is_plain: bool = True
     """Nothing shapes its tokens but temperature, top-k, top-p and min-p, and nothing is told of them."""
     cached_tokens: int = 0
+    kv_cache: KVCacheParams | None = None
+    """How its rows are compressed; None: never."""
+    kv_usage: KVCacheUsage | None = None
+    """What came of that."""
     held_blocks: int = 0
     peak_blocks: int = 0
 
@@ -67,14 +113,23 @@ class Request:
             return NONE_SCORED
         return range(len(self.prompt_logprobs) - 1, min(stop, len(self.prompt_token_ids) - 1))
 
+    def note_compaction(self, *, tokens: int, kept: float, frames_freed: int) -> None:
+        """A row was compacted."""
+        assert self.kv_cache is not None
+        self.kv_usage = self.kv_usage or KVCacheUsage(self.kv_cache.policy)
+        self.kv_usage.compactions += 1
+        self.kv_usage.tokens, self.kv_usage.kept_tokens = tokens, kept
+        self.kv_usage.frames_freed += frames_freed
+
     def note_block(self) -> None:
         """One of the rows took a fresh block."""
         self.held_blocks += 1
         self.peak_blocks = max(self.peak_blocks, self.held_blocks)
 
     def recount_blocks(self) -> None:
-        """The rows' blocks changed otherwise: count the distinct ones."""
+        """The rows' blocks changed otherwise: count the distinct ones, and what the frames of bodies amount to."""
         self.held_blocks = len({block for row in self.rows for block in row.blocks})
+        self.held_blocks += sum(row.body_blocks for row in self.rows)
         self.peak_blocks = max(self.peak_blocks, self.held_blocks)
 
 
@@ -82,7 +137,8 @@ class Request:
 class Row:
     """One sequence of a request. Its progress is the list of segments still to compute, never a count.
 
-    A decoding row has one segment of one position, its last token. A row is waiting while it has no blocks.
+    A decoding row has one segment of one position, its last token. A row is waiting while it has no blocks. One that
+    was compacted has a body, and its blocks are those of its tail.
     """
 
     request: Request
@@ -91,9 +147,20 @@ class Row:
     keys: list[BlockKey]
     """Parent of all, then the keys of the full blocks, as far as they have been needed."""
     blocks: list[BlockId] = field(default_factory=list)
+    body: Body | None = None
+    body_blocks: int = 0
+    """What the frames of the body amount to, rounded up."""
+    saved: Saved | None = None
+    """Of a compressed row that was preempted: its body has no frames then."""
+    exact_until: int | None = None
+    """KV from here on was computed by reading a lossy cache, and nobody else may find it; None: all is exact."""
+    compress_at: int | None = None
+    """The next trigger: when all positions below it are computed the row is compacted, before it computes more."""
+    watched: range = range(0)
+    """Positions below the trigger whose queries will be looked at."""
+    queries: WatchedQueries | None = None
+    """Those of `watched`, as far as computed."""
     segments: list[Segment] = field(default_factory=list)
-    is_query_only: bool = False
-    """The last segment is the last token alone, whose block was cached: its K and V are there already."""
     indexed_blocks: int = 0
     unforked: int = 1
     """Texts that this row stands for: `n` until the first token is sampled."""
@@ -121,12 +188,22 @@ class Row:
         return self.segments[0].start if self.segments else len(self.tokens)
 
     @property
+    def tail_start(self) -> int:
+        """The first position that lies in `blocks`."""
+        return 0 if self.body is None else self.body.stop
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the row has reached its trigger."""
+        return self.is_running and self.compress_at is not None and self.front >= self.compress_at
+
+    @property
     def missing_tokens(self) -> int:
         """Positions still to compute."""
         if len(self.segments) == 1:
-            start, stop = self.segments[0]
-            return stop - start
-        return sum(stop - start for start, stop in self.segments)
+            segment = self.segments[0]
+            return segment.stop - segment.start
+        return sum(segment.stop - segment.start for segment in self.segments)
 
     @property
     def known(self) -> int:
@@ -137,6 +214,12 @@ class Row:
     def generated(self) -> list[int]:
         """Tokens after the prompt whose values are known."""
         return self.tokens[len(self.request.prompt_token_ids) : self.known]
+
+    def set_trigger(self, compress_at: int | None, watched: range) -> None:
+        """Have the row compacted when it reaches a position. Queries that were seen already are seen still."""
+        self.compress_at, self.watched = compress_at, watched
+        if self.queries is not None:
+            self.queries = self.queries.moved_to(watched) if watched else None
 
     def expect(self, *, is_last: bool) -> None:
         """A token is being sampled: a place is kept for it. Unless it is the last, it is what the next step computes.
@@ -164,35 +247,43 @@ class Row:
         self.pending = 0
 
     def fork(self, choice: int) -> Row:
-        """Another text from here on; it holds no blocks yet."""
+        """Another text from here on; it holds no blocks yet. Rows that were compacted do not fork."""
         return Row(
             request=self.request,
             choice=choice,
             tokens=list(self.tokens),
             keys=list(self.keys),
+            compress_at=self.compress_at,
+            watched=self.watched,
+            queries=self.queries,
             history=None if self.history is None else self.history.copy(),
             grammar=None if self.grammar is None else self.grammar.copy(),
         )
 
     def take(self, budget: int) -> list[QueryRun]:
-        """Take up to `budget` positions off the front of the segments, as runs to compute now."""
-        if len(self.segments) == 1 and self.segments[0].stop - self.segments[0].start <= budget:  # as in decoding
-            ((start, stop),) = self.segments
-            runs = [QueryRun(self.blocks, Position(start), stop - start, not self.is_query_only)]
-            self.segments, self.is_query_only = [], False
-            return runs
+        """Take up to `budget` positions off the front of the segments, as runs to compute now.
+
+        None beyond the next trigger: what comes after it reads what the row keeps then.
+        """
+        if len(self.segments) == 1 and self.compress_at is None:  # as in decoding
+            start, stop, write = self.segments[0]
+            if stop - start <= budget:
+                self.segments = []
+                return [QueryRun(self.blocks, Position(start), stop - start, write, None, self.body)]
+        limit = len(self.tokens) if self.compress_at is None else self.compress_at
         runs = []
-        while self.segments and budget:
-            start, stop = self.segments.pop(0)
-            cut = min(stop, start + budget)
+        while self.segments and budget and self.segments[0].start < limit:
+            start, stop, write = self.segments.pop(0)
+            cut = min(stop, start + budget, limit)
             budget -= cut - start
             if cut < stop:
-                self.segments.insert(0, Segment(cut, stop))
-            write = not (self.is_query_only and not self.segments)
-            runs.append(QueryRun(self.blocks, Position(start), cut - start, write))
-        if not self.segments:
-            self.is_query_only = False
+                self.segments.insert(0, Segment(cut, stop, write))
+            runs.append(QueryRun(self.blocks, Position(start), cut - start, write, None, self.body))
         return runs
+
+    def give_back(self, runs: Sequence[QueryRun]) -> None:
+        """Runs that were taken will not be computed after all."""
+        self.segments = [Segment(run.start, run.stop, run.write) for run in runs] + self.segments
 
     def full_block_keys(self, page_size: int) -> list[BlockKey]:
         """The keys of all full blocks of the tokens known now."""

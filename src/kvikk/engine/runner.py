@@ -11,12 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvikk.attention import AttentionBackend
+from kvikk.attention.plan import QueryRun
 from kvikk.engine.logprobs import ROWS_AT_ONCE, Logprob, token_logprobs
 from kvikk.engine.padding import padded_size, spare_run
+from kvikk.engine.queries import QueryRecorder, WatchedQueries
+from kvikk.engine.request import Row
 from kvikk.engine.sampler import SampledToken, SamplingTask, sample
 from kvikk.engine.step import RowResult, ScheduledRow, StepPlan
 from kvikk.memory import KVStore
 from kvikk.models import CausalLM
+from kvikk.models.protocol import AttentionStep
 
 
 class ModelRunner:
@@ -36,19 +40,25 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[RowResult]:
         """See `engine.step.Runner`."""
-        self.store.copy_blocks(plan.copies)
         batch = _flatten(plan.rows)
         runs = [run for scheduled in plan.rows for run in scheduled.runs]
         if spare := self._spare(len(batch.token_ids)):
             runs.append(spare_run(spare, self.store.geometry.page_size))
         wanted_at = batch.sampled_at + batch.scored_at
         device = self.store.device
+        step: AttentionStep = self.backend.begin(self.backend.plan(runs))
+        recorder = None
+        if batch.watched_at:
+            watched = torch.tensor(batch.watched_at, device=device)
+            step = recorder = QueryRecorder(step, watched, self.store.geometry.layers)
         hidden = self.model.forward(
             torch.tensor(batch.token_ids + [0] * spare, device=device),
             torch.tensor(batch.positions + [0] * spare, device=device),
-            self.backend.begin(self.backend.plan(runs)),
+            step,
             torch.tensor(wanted_at + [0] * self._spare(len(wanted_at)), dtype=torch.int64, device=device),
         )
+        if recorder is not None:
+            _hand_out(plan.rows, recorder)
         samples = len(batch.sampled_at)
         sampled = iter(self._sample(plan.rows, hidden[:samples]) if samples else [])
         scored = iter(self._score(plan.rows, hidden[samples : len(wanted_at)]))
@@ -99,16 +109,17 @@ class ModelRunner:
 
 
 class _Batch(NamedTuple):
-    """A step's tokens in one line, and the places in it that give tokens and scores."""
+    """A step's tokens in one line, and the places in it that give tokens and scores, and whose queries are kept."""
 
     token_ids: list[int]
     positions: list[int]
     sampled_at: list[int]
     scored_at: list[int]
+    watched_at: list[int]
 
 
 def _flatten(rows: list[ScheduledRow]) -> _Batch:
-    batch = _Batch([], [], [], [])
+    batch = _Batch([], [], [], [], [])
     for scheduled in rows:
         for run in scheduled.runs:
             shift = len(batch.token_ids) - run.start
@@ -116,9 +127,34 @@ def _flatten(rows: list[ScheduledRow]) -> _Batch:
             batch.positions.extend(range(run.start, run.stop))
             scored = range(max(run.start, scheduled.scores.start), min(run.stop, scheduled.scores.stop))
             batch.scored_at.extend(position + shift for position in scored)
+            if scheduled.row.watched:
+                batch.watched_at.extend(position + shift for position in _watched(scheduled.row, run))
         if scheduled.samples:
             batch.sampled_at.append(len(batch.token_ids) - 1)
     return batch
+
+
+def _watched(row: Row, run: QueryRun) -> range:
+    """Positions of a run whose queries are kept."""
+    return range(max(run.start, row.watched.start), min(run.stop, row.watched.stop))
+
+
+def _hand_out(rows: list[ScheduledRow], recorder: QueryRecorder) -> None:
+    """Give each row its queries of a step."""
+    queries = torch.stack(recorder.layers)  # [layers, watched, q_heads, head_dim]
+    at = 0
+    for scheduled in rows:
+        row = scheduled.row
+        for run in scheduled.runs if row.watched else ():
+            positions = _watched(row, run)
+            if not positions:
+                continue
+            if row.queries is None:
+                empty = queries.new_zeros((len(queries), len(row.watched), *queries.shape[2:]))
+                row.queries = WatchedQueries(row.watched, empty, recorder.scales)
+            place = positions.start - row.watched.start
+            row.queries.rotated[:, place : place + len(positions)] = queries[:, at : at + len(positions)]
+            at += len(positions)
 
 
 def sampling_tasks(scheduled: ScheduledRow) -> list[SamplingTask]:

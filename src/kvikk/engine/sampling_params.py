@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -11,6 +9,7 @@ from typing import Any
 
 from kvikk.errors import InvalidRequest
 from kvikk.grammar import StructuredOutputsParams
+from kvikk.quantities import real_number, whole_number
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -51,6 +50,7 @@ class SamplingParams:
         prompt_logprobs: the same for each token of the prompt but the first. Such a prompt is always computed whole.
         structured_outputs: the form that the text must have.
         skip_special_tokens: leave special tokens out of the text.
+        kv_cache: what is kept of the request's KV, over what the operator has set: fields of `KVCacheParams` by name.
     """
 
     n: int = 1
@@ -74,6 +74,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
     skip_special_tokens: bool = True
+    kv_cache: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._whole("n", 1, MAX_CHOICES)
@@ -110,6 +111,11 @@ class SamplingParams:
                 f"best_of is {self.best_of!r} and n is {self.n}: all texts that are written are given back, so ask for "
                 "as many as you want with n",
                 param="best_of",
+            )
+        if not isinstance(self.kv_cache, dict | None):
+            raise InvalidRequest(
+                f'kv_cache is {self.kv_cache!r}: it must be an object such as {{"policy": "snapkv", "budget": "25%"}}',
+                param="kv_cache",
             )
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise InvalidRequest(
@@ -206,37 +212,6 @@ class SamplingParams:
                     f"{name} of token {token} is {value}: it must lie between -100 and 100", param=name
                 )
         return checked
-
-
-def whole_number(name: str, value: object, *, param: str | None = None) -> int:
-    """The value as an int, numpy's whole numbers included.
-
-    Raises:
-        InvalidRequest: it is none.
-    """
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)  # type: ignore[arg-type]
-        except TypeError:
-            pass
-    raise InvalidRequest(f"{name} {value!r} is not a whole number", param=param)
-
-
-def real_number(name: str, value: object, *, param: str | None = None) -> float:
-    """The value as a float, numpy's numbers included.
-
-    Raises:
-        InvalidRequest: it is none, or not finite.
-    """
-    if isinstance(value, bool | str) or not hasattr(value, "__float__"):
-        raise InvalidRequest(f"{name} is {value!r}: it must be a number", param=param)
-    try:
-        number = float(value)
-    except (TypeError, ValueError, ArithmeticError):  # an int above the largest float, an array of several
-        number = math.nan
-    if not math.isfinite(number):
-        raise InvalidRequest(f"{name} is {value}: it must be a finite number", param=param)
-    return number
 
 
 def _token_id(name: str, value: object) -> int:

@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from math import ceil
 
 from kvikk.engine.config import SchedulerConfig
+from kvikk.engine.kv import KVMemory
 from kvikk.engine.request import FinishReason, Row, Segment
 from kvikk.engine.step import ScheduledRow, StepPlan
-from kvikk.memory import BlockPool
-from kvikk.prefix import PrefixCache
 from kvikk.types import BlockId
 
 logger = logging.getLogger(__name__)
@@ -25,20 +24,23 @@ class Scheduler:
     the budget has tokens can be decoding then: neither side starves.
 
     Both queues are in the order of arrival, also after preemption. When memory runs out, the running row that arrived
-    last loses its blocks and waits again; full blocks stay in the prefix cache until others need the room. The first
-    row always gets on.
+    last loses its blocks and waits again; full blocks stay in the prefix cache until others need the room. A compressed
+    row cannot be computed again, so what it holds is saved. The first row always gets on.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, prefix: PrefixCache, page_size: int) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVMemory) -> None:
         self.config = config
         self.waiting: list[Row] = []
         self.running: list[Row] = []
+        self.due: list[Row] = []
+        """Rows that came back at their trigger: they must be compacted before they can be planned."""
         self.preemptions = 0
-        self._pool = pool
-        self._prefix = prefix
-        self._page_size = page_size
+        self._kv = kv
+        self._pool = kv.pool
+        self._prefix = kv.prefix
+        self._page_size = kv.page_size
         self._step_tokens = config.step_tokens()
-        self._reserve = ceil(config.admission_reserve * pool.total)
+        self._reserve = ceil(config.admission_reserve * kv.pool.total)
 
     def add(self, row: Row) -> None:
         """Queue a row by its arrival."""
@@ -52,7 +54,9 @@ class Scheduler:
         plan = StepPlan()
         prompts = []
         for row in list(self.running):
-            missing = row.missing_tokens  # none of a row that has just been preempted
+            if not row.is_running:  # it has just been preempted
+                continue
+            missing = row.missing_tokens
             if missing > 1:
                 prompts.append(row)
             elif missing and self._make_tail_writable(row, plan):
@@ -75,6 +79,8 @@ class Scheduler:
             row = scheduled.row
             if row.blocks is not scheduled.runs[-1].blocks:  # it has lost its blocks since, and may have others
                 continue
+            if row.body is not None:  # computed by reading what it keeps: nobody else's KV
+                continue
             complete = scheduled.front // self._page_size
             if complete > row.indexed_blocks:
                 keys = row.full_block_keys(self._page_size)[row.indexed_blocks : complete]
@@ -87,7 +93,20 @@ class Scheduler:
         """A plan will not be carried out: its rows wait again, as after a preemption."""
         for scheduled in reversed(plan.rows):
             if scheduled.row.is_running:
+                scheduled.row.give_back(scheduled.runs)
                 self._preempt(scheduled.row)
+
+    def find_room(self, blocks: int, row: Row) -> bool:
+        """Come nearer to having so many blocks free for a running row: by joining and eviction, or by one preemption.
+
+        A preemption can also spare the row blocks, by leaving it alone with those that it shared: ask again for what
+        it needs then. False when `row` itself was the last to arrive: it has been preempted.
+        """
+        if self._kv.make_room(blocks):
+            return True
+        victim = self.running[-1]
+        self._preempt(victim)
+        return victim is not row
 
     def fork(self, row: Row, choices: list[Row]) -> None:
         """Rows that continue a running row: they share its blocks until they write."""
@@ -109,23 +128,24 @@ class Scheduler:
             self.running.remove(row)
         elif row in self.waiting:
             self.waiting.remove(row)
+            self._kv.release(row)
 
     # Memory
 
     def _make_tail_writable(self, row: Row, plan: StepPlan) -> bool:
         """Give a row a block of its own for its last token; False when the row itself had to be preempted."""
-        if row.is_query_only:
+        if not row.segments[0].write:
             return True
-        index = row.front // self._page_size
+        index = (row.front - row.tail_start) // self._page_size
         is_new = index == len(row.blocks)
         if not is_new and self._pool.references(row.blocks[index]) == 1:
             return True
-        while not self._prefix.make_room(1):
-            victim = self.running[-1]
-            self._preempt(victim)
-            plan.preempted += 1
-            if victim is row:
+        while self._pool.free < 1:
+            preemptions = self.preemptions
+            if not self.find_room(1, row):
+                plan.preempted += 1
                 return False
+            plan.preempted += self.preemptions - preemptions
             if not is_new and self._pool.references(row.blocks[index]) == 1:
                 return True  # the one it shared the block with has gone
         (block,) = self._pool.take(1)
@@ -133,13 +153,16 @@ class Scheduler:
             row.blocks.append(block)
         else:
             shared, row.blocks[index] = row.blocks[index], block
-            plan.copies.append((shared, block))
+            self._kv.store.copy_blocks([(shared, block)])
             self._prefix.release([shared])
         row.request.note_block()
         return True
 
     def _preempt(self, row: Row) -> None:
-        """Take a running row's blocks; it will be computed again, as far as the prefix cache has lost it."""
+        """Take a running row's memory.
+
+        It will be computed again, as far as the prefix cache has lost it; a compressed row is saved.
+        """
         self.preemptions += 1
         row.preemptions += 1
         logger.warning(
@@ -148,19 +171,23 @@ class Scheduler:
             self._pool.free, self._pool.cached, self._pool.held, self._pool.total,
         )  # fmt: skip
         row.computed_once = row.front
+        if row.body is not None:
+            self._kv.offload(row)
         self._vacate(row)
         self.running.remove(row)
         self.add(row)
 
     def _vacate(self, row: Row) -> None:
-        """Return a running row to the state of a waiting one."""
-        if self._prefix.enabled:
-            self._prefix.unclaim(row.full_block_keys(self._page_size)[row.indexed_blocks :], row)
-        self._prefix.release(row.blocks)
-        row.blocks, row.segments = [], []
+        """Return a running row to the state of a waiting one: with nothing computed, or with what was saved."""
+        row.is_running = False
+        if row in self.due:
+            self.due.remove(row)
+        if row.saved is None:
+            if self._prefix.enabled and row.body is None:
+                self._prefix.unclaim(row.full_block_keys(self._page_size)[row.indexed_blocks :], row)
+            self._kv.release(row)
+            row.segments, row.queries, row.indexed_blocks = [], None, 0
         row.request.recount_blocks()
-        row.indexed_blocks = 0
-        row.is_running = row.is_query_only = False
 
     # Admission
 
@@ -176,6 +203,15 @@ class Scheduler:
             if plan.tokens >= self._step_tokens or row.unforked > seats:
                 return
             if row.pending:  # preempted while a token was being sampled: the next step knows it
+                continue
+            if row.saved is not None:
+                if not self._resume(row):
+                    return
+                seats -= 1
+                if row.is_due:
+                    self.due.append(row)
+                else:
+                    plan.add(row, self._step_tokens - plan.tokens)
                 continue
             if row.waits_for is not None and self._prefix.is_claimed([row.waits_for]):
                 continue
@@ -195,39 +231,58 @@ class Scheduler:
         """Give a row all the blocks its known tokens need, and its segments; False when there is no room."""
         found = [block for block in hits if block is not None]
         needed = ceil(len(row.tokens) / self._page_size) - len(found)
-        tails = sum(other.unforked for other in self.running) + row.unforked - 1  # each may need a block soon
-        reserve = max(self._reserve, tails) if self.running else 0
-        evictable = self._pool.cached - sum(self._pool.references(block) == 0 for block in found)
-        if needed + reserve > self._pool.free + evictable:
+        cached = sum(self._pool.references(block) == 0 for block in found)
+        if needed + cached + self._reserved(row) > self._kv.obtainable:
             return False
         self._prefix.acquire(found)
-        self._prefix.make_room(needed)
+        self._kv.make_room(needed)
         fresh = iter(self._pool.take(needed))
         row.blocks = [next(fresh) if hit is None else hit for hit in hits]
         row.blocks.extend(fresh)
         length = len(row.tokens)
-        row.segments = self._missing_segments(length, hits)
-        if not row.segments or row.segments[-1].stop < length:  # cached, but its logits are needed: compute it again
-            row.segments.append(Segment(length - 1, length))
-            row.is_query_only = True
+        wanted_from = length - 1  # its logits are needed
+        if row.watched:
+            wanted_from = min(wanted_from, row.watched.start)
+        row.segments = self._segments(length, hits, wanted_from=wanted_from)
+        self._seat(row)
+        return True
+
+    def _resume(self, row: Row) -> bool:
+        """Give a compressed row its memory back; False when there is no room."""
+        needed = self._kv.blocks_to_resume(row)
+        if needed + self._reserved(row) > self._kv.obtainable:
+            return False
+        self._kv.make_room(needed)
+        self._kv.resume(row)
+        self._seat(row)
+        return True
+
+    def _reserved(self, row: Row) -> int:
+        """Blocks to leave free when a row is admitted: each running one may need another soon."""
+        tails = sum(other.unforked for other in self.running) + row.unforked - 1
+        return max(self._reserve, tails) if self.running else 0
+
+    def _seat(self, row: Row) -> None:
         row.is_running = True
         self.waiting.remove(row)
         insort(self.running, row, key=_arrival)
         self._count(row)
         row.request.recount_blocks()
-        return True
 
-    def _missing_segments(self, length: int, hits: list[BlockId | None]) -> list[Segment]:
-        """The runs of positions that no hit covers."""
+    def _segments(self, length: int, hits: list[BlockId | None], *, wanted_from: int) -> list[Segment]:
+        """The runs of positions that no hit covers, and for the sake of their queries all from `wanted_from` on."""
         segments: list[Segment] = []
         for index in range(ceil(length / self._page_size)):
-            if index < len(hits) and hits[index] is not None:
-                continue
             start, stop = index * self._page_size, min((index + 1) * self._page_size, length)
-            if segments and segments[-1].stop == start:
-                segments[-1] = Segment(segments[-1].start, stop)
+            write = index >= len(hits) or hits[index] is None
+            if not write:
+                start = max(start, wanted_from)
+            if start >= stop:
+                continue
+            if segments and segments[-1].stop == start and segments[-1].write == write:
+                segments[-1] = Segment(segments[-1].start, stop, write)
             else:
-                segments.append(Segment(start, stop))
+                segments.append(Segment(start, stop, write))
         return segments
 
     def _count(self, row: Row) -> None:
@@ -236,7 +291,7 @@ class Scheduler:
         found = len(row.tokens) - missing
         if row.preemptions:
             counters.resumed += found
-            counters.recomputed += sum(max(0, min(stop, row.computed_once) - start) for start, stop in row.segments)
+            counters.recomputed += sum(max(0, min(stop, row.computed_once) - start) for start, stop, _ in row.segments)
         else:
             counters.queries += len(row.tokens)
             counters.hits += found

@@ -10,7 +10,6 @@ from kvikk.attention.plan import QueryRun
 from kvikk.engine.logprobs import Logprob
 from kvikk.engine.request import Row
 from kvikk.engine.sampler import SampledToken
-from kvikk.types import BlockId
 
 
 class ScheduledRow(NamedTuple):
@@ -33,10 +32,9 @@ class ScheduledRow(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: block copies first, then all rows' runs."""
+    """One step: all rows' runs."""
 
     rows: list[ScheduledRow] = field(default_factory=list)
-    copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
     tokens: int = 0
     preempted: int = 0
 
@@ -72,7 +70,7 @@ class Runner(Protocol):
     """Computes a step: the model and its memory, or a simulation of them."""
 
     def execute(self, plan: StepPlan) -> list[RowResult]:
-        """Copy blocks, compute all runs, sample.
+        """Compute all runs, sample.
 
         Returns:
             What each row of the plan asked for, in order.

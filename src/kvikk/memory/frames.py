@@ -119,7 +119,7 @@ class FramePool:
         """Empty the `blocks` emptiest split blocks, which are free afterwards.
 
         Returns:
-            `[moved]` sources and targets. The caller copies the frames' bytes before anything writes to the pool, and
+            `[moved]` sources, ascending, and targets. The caller copies the frames' bytes before anything writes to the pool, and
             hands both to `Body.relocate` of every body.
 
         Raises:
@@ -128,7 +128,7 @@ class FramePool:
         if blocks > self.joinable:
             raise OutOfBlocks(f"{blocks} blocks are to be joined, {self.joinable} can be")
         by_count = sorted(self._split, key=lambda block: (self._counts[block], block))
-        emptied = np.array(by_count[:blocks], dtype=np.int64)
+        emptied = np.array(sorted(by_count[:blocks]), dtype=np.int64)
         at, offsets = np.nonzero(self._live[emptied])
         sources = emptied[at] * self.frames_per_block + offsets
         targets: list[IntArray] = []

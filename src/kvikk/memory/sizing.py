@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -12,10 +11,8 @@ import torch
 
 from kvikk.errors import ConfigError
 from kvikk.geometry import KVGeometry
+from kvikk.quantities import BYTES, parse_amount
 
-_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 CGROUP = Path("/sys/fs/cgroup")
 DEFAULT_CPU_KV_MEMORY = "50%"
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
@@ -53,16 +50,15 @@ def parse_kv_memory(text: str, *, free_bytes: int) -> int:
     Raises:
         ConfigError: the text is none of these, or not above zero.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*(%|[a-zA-Z]*)\s*", text)
-    unit = match[2].lower() if match else ""
-    if match is None or (unit != "%" and unit not in _UNITS):
+    amount = parse_amount(text)
+    if amount is None:
         raise ConfigError(f"--kv-memory {text!r} is not a size: write 4GiB, 500MB or 50%")
-    number = float(match[1])
+    number, unit = amount
     if not isfinite(number) or number > 2**60:
         raise ConfigError(f"--kv-memory {text!r} is more than any machine has")
     if unit == "%" and number > 100:
         raise ConfigError(f"--kv-memory {text!r} is more than all free memory: at most 100%")
-    size = int(number / 100 * free_bytes) if unit == "%" else int(number * _UNITS[unit])
+    size = int(number / 100 * free_bytes) if unit == "%" else int(number * BYTES[unit or "b"])
     if size <= 0:
         raise ConfigError(f"--kv-memory {text!r} is no memory at all: give more than zero")
     return size

@@ -50,6 +50,11 @@ class KVStore:
         """Bytes of the pool."""
         return self.blocks * self.geometry.block_bytes
 
+    @property
+    def lanes(self) -> int:
+        """Frames of a block."""
+        return self.geometry.frames_per_block
+
     def layer(self, layer: int) -> Tensor:
         """A view of one layer: `[blocks, kv_heads, 2, page_size, head_dim]`, strided by whole blocks."""
         first = self.geometry.first_frame[layer]

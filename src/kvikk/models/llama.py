@@ -125,16 +125,20 @@ class LlamaModel:
         spec: the facts the engine reads, and which numerics it is made for.
         weights: on one device, in `spec.dtype`; the model takes them over and packs them.
         rope: `[positions, 2, rotary_dim]`, cos then signed sin (`rope.rope_table`), on the same device.
+        inv_freq: `[rotary_dim / 2]` fp32, the frequencies behind it (`rope.rope_frequencies`).
 
     Raises:
         ModelError: it cannot compute in `exact` numerics here.
     """
 
-    def __init__(self, config: FamilyConfig, spec: ModelSpec, weights: LlamaWeights, rope: Tensor) -> None:
+    def __init__(
+        self, config: FamilyConfig, spec: ModelSpec, weights: LlamaWeights, rope: Tensor, inv_freq: Tensor
+    ) -> None:
         self.config = config
         self.spec = spec
         self.weights = weights
         self.rope = rope
+        self.inv_freq = inv_freq
         self._fused = _fused_operations(config, weights, rope.dtype)
         self._is_exact = spec.numerics == "exact"
         if self._is_exact and self._fused is None:

@@ -26,7 +26,7 @@ from kvikk.models.metadata import (
     settings,
 )
 from kvikk.models.protocol import CausalLM
-from kvikk.models.rope import check_rope, rope_table, rope_text
+from kvikk.models.rope import check_rope, rope_frequencies, rope_table, rope_text
 from kvikk.models.sources import Checkpoint, locate
 from kvikk.models.spec import ModelSpec
 from kvikk.models.support import check_config, position_limit, resolve_length, sliding_window
@@ -158,7 +158,8 @@ def _load_family(plan: _Plan, family: FamilyConfig) -> LlamaModel:
     table = rope_table(
         plan.architecture, plan.config, positions=plan.max_model_len, dtype=plan.dtype, device=plan.device
     )
-    return LlamaModel(family, spec, weights, table)
+    start = rope_table(plan.architecture, plan.config, positions=2, dtype=torch.float32, device=plan.device)
+    return LlamaModel(family, spec, weights, table, rope_frequencies(start))
 
 
 def _family_weights(plan: _Plan, family: FamilyConfig) -> LlamaWeights:

@@ -97,4 +97,5 @@ def random_model(
         eos_token_ids=eos_token_ids,
         numerics=numerics,
     )
-    return LlamaModel(config, spec, weights, signed_table(angles.cos(), angles.sin()).to(device=device, dtype=dtype))
+    table = signed_table(angles.cos(), angles.sin()).to(device=device, dtype=dtype)
+    return LlamaModel(config, spec, weights, table, frequencies.float().to(device))

@@ -87,3 +87,12 @@ def signed_table(cos: Tensor, sin: Tensor) -> Tensor:
     """Stack `[positions, rotary_dim]` cos and sin to `[positions, 2, rotary_dim]`, negating sin's first half."""
     first, second = sin.chunk(2, dim=-1)
     return torch.stack((cos, torch.cat((-first, second), dim=-1)), dim=1).contiguous()
+
+
+def rope_frequencies(table: Tensor) -> Tensor:
+    """Radians a position of each pair of dimensions, `[rotary_dim / 2]` fp32, from a table of positions 0 and 1 in fp32.
+
+    A factor on cosine and sine, as YaRN has one, is no part of it.
+    """
+    cos, sin = table[1].chunk(2, dim=-1)[1]
+    return torch.atan2(sin, cos)

@@ -115,7 +115,7 @@ class CpuBackend:
 
     def plan(self, runs: Sequence[QueryRun]) -> Schedule:
         """See `AttentionBackend.plan`."""
-        return plan_step(runs, page_size=self.store.geometry.page_size, blocks=self.store.blocks)
+        return plan_step(runs, geometry=self.store.geometry, blocks=self.store.blocks)
 
     def begin(self, schedule: Schedule) -> CpuStep:
         """See `AttentionBackend.begin`."""
@@ -123,9 +123,8 @@ class CpuBackend:
 
     def attend_run(self, layer: int, run: QueryRun, q: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
         """See `AttentionBackend.attend_run`."""
-        reading = QueryRun(blocks=run.blocks, start=run.start, length=run.length, write=False, bias=run.bias)
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
-        step = CpuStep(self, self.plan([reading]))
+        step = CpuStep(self, self.plan([run._replace(write=False)]))
         return step.run(layer, q, None, None, scale, lse).clone(), lse
 
     def warm_up(self) -> None:
@@ -152,6 +151,7 @@ class CpuStep:
         self.schedule = schedule
         self._work: dict[tuple[int, int], tuple[bytes, list[Any]]] = {}  # and what its addresses point at
         self._bias, self._biases = _bias_table(schedule)
+        self._bodies, self._body_arrays = _body_table(schedule)
         size = backend._layout.LAYER.size + backend._layout.STEP.size
         raw = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
         skip = -raw.data_ptr() % _ALIGNMENT
@@ -192,7 +192,7 @@ class CpuStep:
             k.data_ptr(), k_token * size, k_head * size,
             v.data_ptr(), v_token * size, v_head * size,
             out.data_ptr(), 0 if lse is None else lse.data_ptr(), scale, 0.0,
-            self._frames + g.first_frame[layer] * g.frame_bytes, 0,
+            self._frames + g.first_frame[layer] * g.frame_bytes, g.first_frame[layer], 0,
         )  # fmt: skip
         backend._call(self._at)
         return out
@@ -210,13 +210,15 @@ class CpuStep:
         group = q_heads // kv_heads
         tile_positions = max(1, TILE_ROWS // group)
         tile_rows = -(-tile_positions * group // kernels.ROWS) * kernels.ROWS
-        split_slots = -(-backend._split_pages * g.page_size // 16) * 16
+        logits = -(-backend._split_pages * g.page_size // 16) * 16
+        if schedule.with_body:  # 16 keys are taken at once, and begin anywhere
+            logits += 16
         if key not in self._work:
             work = plan_work(
                 schedule, kv_heads, backend._split_pages * g.page_size, tile_positions,
                 tiles_only=backend.numerics == "exact",
             )  # fmt: skip
-            scratch_bytes = kernels.scratch_bytes(g.head_dim, group, split_slots, tile_rows)
+            scratch_bytes = kernels.scratch_bytes(g.head_dim, group, logits, tile_rows)
             scratch = backend.buffer("scratch", scratch_bytes * backend.threads + _ALIGNMENT, torch.uint8)
             partials = backend.buffer(
                 "partials", work.splits * q_heads * kernels.partial_floats(g.head_dim) + 16, torch.float32
@@ -225,10 +227,11 @@ class CpuStep:
                 _pointer(work.items), len(work.items), _pointer(work.merges), _pointer(work.done),
                 _pointer(schedule.write_tokens), _pointer(schedule.write_slots), len(schedule.write_slots),
                 q_heads, kv_heads, g.head_dim, g.page_size, g.block_bytes,
-                _pointer(schedule.starts), _pointer(schedule.offsets),
+                _pointer(schedule.tail_starts), _pointer(schedule.offsets),
                 _pointer(schedule.tables), _pointer(schedule.table_offsets),
+                0 if self._bodies is None else _pointer(self._bodies),
                 0 if self._bias is None else _pointer(self._bias),
-                _aligned(partials.data_ptr()), split_slots, _aligned(scratch.data_ptr()), scratch_bytes,
+                _aligned(partials.data_ptr()), logits, _aligned(scratch.data_ptr()), scratch_bytes,
                 backend.threads if work.size * group > ALONE else 1, backend._body.address,
                 omp.team_start, omp.thread, omp.team, omp.barrier,
             )  # fmt: skip
@@ -255,6 +258,20 @@ def _checked(name: str, x: Tensor, tokens: int, heads: int, head_dim: int, dtype
             f"{name} is {x.dtype} {tuple(x.shape)}, the step and its pool need {dtype} {(tokens, heads, head_dim)}"
         )
     return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _body_table(schedule: Schedule) -> tuple[IntArray | None, list[IntArray]]:
+    """`[runs, 3]` of each run's body: addresses of its frames and lengths, and columns; and what must stay alive."""
+    if not schedule.with_body:
+        return None, []
+    table = np.zeros((len(schedule.runs), 3), dtype=np.int64)
+    kept = []
+    for index in schedule.with_body:
+        body = schedule.runs[index].body
+        assert body is not None
+        kept += [body.frames, body.lengths]
+        table[index] = _pointer(body.frames), _pointer(body.lengths), body.frames.shape[1]
+    return table, kept
 
 
 def _bias_table(schedule: Schedule) -> tuple[IntArray | None, list[Tensor]]:

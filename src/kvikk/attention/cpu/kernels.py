@@ -30,10 +30,10 @@ _FEW_WRITES = 64
 """Up to here the calling thread stores K and V faster than a barrier ends."""
 
 
-def scratch_bytes(head_dim: int, group: int, split_slots: int, tile_rows: int) -> int:
-    """Scratch that one thread needs: the larger of a split's and a tile's."""
+def scratch_bytes(head_dim: int, group: int, logits: int, tile_rows: int) -> int:
+    """Scratch that one thread needs: the larger of a split's, with its logits of each query head, and a tile's."""
     lanes, words = _round_up(head_dim, 32), _round_up(head_dim, 2)
-    split = group * (lanes + 2 * split_slots + 16) * 4
+    split = group * (lanes + 2 * logits + 16) * 4
     tile = tile_rows * (words + lanes + 2) + 2 * ROWS * KEY_TILE + 2 * KEY_TILE * lanes + lanes + 64
     return _round_up(max(split, tile * 4) + 4096, 4096)
 

@@ -6,7 +6,7 @@ Same rules as `vector`: raw addresses, strides in bytes, decided by the mark's t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
@@ -164,7 +164,7 @@ def _weigh(rows: int, vectors: int) -> Callable[..., None]:
     return emit
 
 
-def _tile(vectors: int, *, fresh: bool) -> Callable[..., None]:
+def _tile(vectors: int, kind: Literal["fresh", "scaled", "hiding"]) -> Callable[..., None]:
     """A register block of a product of packed tiles: 6 rows by `16 * vectors` columns."""
 
     def emit(
@@ -177,12 +177,13 @@ def _tile(vectors: int, *, fresh: bool) -> Callable[..., None]:
         depth: Any,
         c: Any,
         c_stride: Any,
-        factors: Any,
+        of_rows: Any,
     ) -> None:
-        """`c = a @ b` when fresh, else `c = factors * c + a @ b`.
+        """`c = a @ b` when fresh, `c = factors * c + a @ b` when scaled, `c += a @ b` when hiding.
 
         a holds rows of 4-byte words, a bf16 pair where paired and one fp32 elsewhere; b holds `depth` rows of such
-        words; c is fp32; `factors` is one fp32 for each row.
+        words; c is fp32. `of_rows` is one fp32 factor for each row when scaled. When hiding it is one int64: how many
+        of b's numbers in a column the row sees; those from there on are taken as 0, whatever they are.
         """
         paired = v.paired(mark)
         word, vector = (v.I32, v.VI) if paired else (v.F32, v.VF)
@@ -192,21 +193,30 @@ def _tile(vectors: int, *, fresh: bool) -> Callable[..., None]:
         ]
         sums = []
         for r, row in enumerate(places):
-            if fresh:
+            if kind == "fresh":
                 sums.append([alloca_once_value(builder, v.full(0.0)) for _ in row])
                 for total in sums[-1]:
                     builder.store(v.full(0.0), total)
-            else:
-                factor = v.splat(builder, v.load(builder, builder.add(factors, v.I64(4 * r)), v.F32))
-                loaded = [builder.fmul(v.load(builder, at, v.VF), factor) for at in row]
-                sums.append([alloca_once_value(builder, value) for value in loaded])
+                continue
+            loaded = [v.load(builder, at, v.VF) for at in row]
+            if kind == "scaled":
+                factor = v.splat(builder, v.load(builder, builder.add(of_rows, v.I64(4 * r)), v.F32))
+                loaded = [builder.fmul(value, factor) for value in loaded]
+            sums.append([alloca_once_value(builder, value) for value in loaded])
         with for_range(builder, depth) as loop:
             row = builder.add(b, builder.mul(loop.index, b_stride))
             columns = [v.load(builder, builder.add(row, v.I64(64 * i)), vector) for i in range(vectors)]
             for r in range(ROWS):
                 at = builder.add(builder.add(a, builder.mul(a_stride, v.I64(r))), builder.shl(loop.index, v.I64(2)))
                 scalar = v.splat(builder, v.load(builder, at, word))
-                for column, total in zip(columns, sums[r], strict=True):
+                shown = columns
+                if kind == "hiding":
+                    seen = v.load(builder, builder.add(of_rows, v.I64(8 * r)), v.I64)
+                    bits = v.splat(builder, _seen_bits(builder, loop.index, seen, paired))
+                    shown = [
+                        builder.bitcast(builder.and_(builder.bitcast(column, v.VI), bits), vector) for column in columns
+                    ]
+                for column, total in zip(shown, sums[r], strict=True):
                     so_far = builder.load(total)
                     value = (
                         v.pair_fma(builder, so_far, scalar, column)
@@ -221,11 +231,23 @@ def _tile(vectors: int, *, fresh: bool) -> Callable[..., None]:
     return emit
 
 
+def _seen_bits(builder: Any, index: Any, seen: Any, paired: bool) -> Any:
+    """The bits of a column's word `index` that hold its first `seen` numbers."""
+    if not paired:
+        return builder.sext(builder.icmp_signed("<", index, seen), v.I32)
+    first = builder.shl(index, v.I64(1))
+    low = builder.select(builder.icmp_signed("<", first, seen), v.I32(0xFFFF), v.I32(0))
+    is_high = builder.icmp_signed("<", builder.add(first, v.I64(1)), seen)
+    return builder.or_(low, builder.select(is_high, v.I32(-0x10000), v.I32(0)))
+
+
 dot_keys_16 = primitive(types.void, "iiiii", _dot_keys(16))
 dot_keys_1 = primitive(types.void, "iiiii", _dot_keys(1))
 softmax_row = primitive(types.float32, "iiiifi", _softmax)
 weigh_1x4, weigh_2x4, weigh_3x4, weigh_4x4 = (primitive(types.void, "iiiiiiii", _weigh(r, 4)) for r in (1, 2, 3, 4))
 weigh_1x1, weigh_2x1, weigh_3x1, weigh_4x1 = (primitive(types.void, "iiiiiiii", _weigh(r, 1)) for r in (1, 2, 3, 4))
-tile_fresh = primitive(types.void, "iiiiiiii", _tile(4, fresh=True))
-tile_4 = primitive(types.void, "iiiiiiii", _tile(4, fresh=False))
-tile_1 = primitive(types.void, "iiiiiiii", _tile(1, fresh=False))
+tile_fresh = primitive(types.void, "iiiiiiii", _tile(4, "fresh"))
+tile_4 = primitive(types.void, "iiiiiiii", _tile(4, "scaled"))
+tile_1 = primitive(types.void, "iiiiiiii", _tile(1, "scaled"))
+tile_hiding_4 = primitive(types.void, "iiiiiiii", _tile(4, "hiding"))
+tile_hiding_1 = primitive(types.void, "iiiiiiii", _tile(1, "hiding"))

@@ -22,7 +22,7 @@ from kvikk.attention.cpu.products import (
     weigh_4x1,
     weigh_4x4,
 )
-from kvikk.attention.cpu.table import LOG2E, OPTIONS, bias_address, finish, slot_address
+from kvikk.attention.cpu.table import LOG2E, OPTIONS, bias_address, finish, lane_body, slot_address
 from kvikk.attention.cpu.vector import (
     add_row,
     bias_row,
@@ -36,10 +36,6 @@ from kvikk.attention.cpu.vector import (
     widen_row,
     zero,
 )
-
-_AHEAD = 1
-"""Frames between the keys that are read and the frame, K and V, that is asked for. Frames lie apart, so no machine
-guesses the next; measured, fp32 gains 10 % and bf16 nothing."""
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
@@ -87,7 +83,10 @@ def _weigh_page(
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def attend_split(mark: Any, table: int, scratch: int, item: int, size: int) -> None:
-    """One query position over one split of its slots, for the query heads of one KV head; pages read in place."""
+    """One query position over one split of its slots, for the query heads of one KV head; pages read in place.
+
+    Items are made for a row's longest lane: in a lane that ends before a split, the split is empty.
+    """
     run, head, first, last, split = (
         get_i64(item, 0),
         get_i64(item, 1),
@@ -99,7 +98,16 @@ def attend_split(mark: Any, table: int, scratch: int, item: int, size: int) -> N
     group = q_heads // get_i64(table, t.KV_HEADS)
     lanes = (dim + 31) // 32 * 32
     partial_bytes = ((dim + 15) // 16 * 16 + 16) * 4
-    logit_bytes = get_i64(table, t.SPLIT_SLOTS) * 4
+    _, body = lane_body(table, run, head)
+    last = min(last, body + get_i64(get_i64(table, t.STARTS), run) + 1)
+    partial = get_i64(table, t.PARTIALS) + (split * q_heads + head * group) * partial_bytes
+    for g in range(group):
+        sums = partial + g * partial_bytes
+        zero(sums, partial_bytes)
+        set_f32(sums + partial_bytes - 64, 0, np.float32(FLOOR))
+    if first >= last:
+        return
+    logit_bytes = get_i64(table, t.LOGITS) * 4
     scale = get_f32(table + 8 * t.SCALE, 0) * LOG2E
     q = get_i64(table, t.Q) + get_i64(get_i64(table, t.OFFSETS), run) * get_i64(table, t.Q_TOKEN)
     logits = scratch + group * lanes * 4
@@ -110,14 +118,17 @@ def attend_split(mark: Any, table: int, scratch: int, item: int, size: int) -> N
             move(target, source, dim * size)
         else:
             widen_row(mark, target, source, dim)
-    for slot in range(first, last, page):
-        k = slot_address(table, run, head, slot, size)
-        if slot + _AHEAD * page < last:
-            prefetch(slot_address(table, run, head, slot + _AHEAD * page, size), 2 * page * dim * size)
-        live = min(page, last - slot)
+    slot = first
+    ahead, rest = slot_address(table, run, head, slot, size)
+    while slot < last:
+        k, live = ahead, min(rest, last - slot)
         at = logits + (slot - first) * 4
+        slot += live
+        if slot < last:  # frames lie apart, so no machine guesses the next: fp32 gains 10 % by this, bf16 nothing
+            ahead, rest = slot_address(table, run, head, slot, size)
+            prefetch(ahead, 2 * page * dim * size)
         if page % 16 == 0:
-            for step in range(0, live, 16):
+            for step in range(0, live, 16):  # what is beyond the live ones is overwritten, or beyond the last
                 for g in range(group):
                     dot_keys_16(
                         mark,
@@ -138,32 +149,31 @@ def attend_split(mark: Any, table: int, scratch: int, item: int, size: int) -> N
                         dim,
                         at + g * logit_bytes + step * 4,
                     )
-    partial = get_i64(table, t.PARTIALS) + (split * q_heads + head * group) * partial_bytes
     bias = bias_address(table, run, head)
     for g in range(group):
-        row, sums = logits + g * logit_bytes, partial + g * partial_bytes
-        state = sums + partial_bytes - 64
-        zero(sums, partial_bytes)
-        set_f32(state, 0, np.float32(FLOOR))
-        factor = scale
+        row, factor = logits + g * logit_bytes, scale
         if bias != 0:
             bias_row(row, bias + first * 4, last - first, scale, LOG2E)
             factor = np.float32(1)
+        state = partial + (g + 1) * partial_bytes - 64
         softmax_row(np.float32(0), row, row, last - first, 0, factor, state)
-    for slot in range(first, last, page):
-        values = slot_address(table, run, head, slot, size) + page * dim * size
+    slot = first
+    while slot < last:
+        k, rest = slot_address(table, run, head, slot, size)
+        live = min(rest, last - slot)
         _weigh_page(
             mark,
             group,
             logits + (slot - first) * 4,
             logit_bytes,
-            values,
-            min(page, last - slot),
+            k + page * dim * size,
+            live,
             dim,
             size,
             partial,
             partial_bytes,
         )
+        slot += live
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]

@@ -1,6 +1,7 @@
 """The table of numbers that a layer's kernels work from, and what all of them need: where a slot is, how a row ends.
 
-The table is made by `backend`, entry by entry as here; kernels read it by `get_i64`.
+The table is made by `backend`, entry by entry as here; kernels read it by `get_i64`. The slots of a lane are numbered
+through its body, if it has one, and then its tail: pages of the tail may begin at any slot.
 """
 
 from __future__ import annotations
@@ -19,24 +20,26 @@ OUT = 9  # [tokens, q_heads, head_dim], contiguous
 LSE = 10  # [tokens, q_heads] fp32, or 0
 SCALE = 11  # fp32, then 4 unused bytes
 POOL = 12  # the layer's first frame in block 0
-NEXT = 13  # the shared counter: 0 before a layer
-LAYER = struct.Struct("=11q2f2q")
+FIRST_LANE = 13  # the layer's
+NEXT = 14  # the shared counter: 0 before a layer
+LAYER = struct.Struct("=11q2f3q")
 
 # What stays for a step: the work,
-ITEMS = 14  # [items, 5]: run, kv_head, first, last, split (-1 for a tile)
-ITEM_COUNT = 15
-MERGES = 16  # [runs, 2] of single-query runs: first split, splits
-DONE = 17  # [runs, kv_heads]: splits that have ended, 0 before and after a layer
-WRITE_TOKENS, WRITE_SLOTS, WRITE_COUNT = 18, 19, 20
+ITEMS = 15  # [items, 5]: run, kv_head, first, last, split (-1 for a tile)
+ITEM_COUNT = 16
+MERGES = 17  # [runs, 2] of single-query runs: first split, splits
+DONE = 18  # [runs, kv_heads]: splits that have ended, 0 before and after a layer
+WRITE_TOKENS, WRITE_SLOTS, WRITE_COUNT = 19, 20, 21
 # the geometry and the runs,
-Q_HEADS, KV_HEADS, HEAD_DIM, PAGE, BLOCK_BYTES = 21, 22, 23, 24, 25
-STARTS, OFFSETS, TABLES, TABLE_OFFSETS = 26, 27, 28, 29
-BIAS = 30  # [runs, 2]: address of fp32 (or 0) and stride of a head; 0 where no run has one
+Q_HEADS, KV_HEADS, HEAD_DIM, PAGE, BLOCK_BYTES = 22, 23, 24, 25, 26
+STARTS, OFFSETS, TABLES, TABLE_OFFSETS = 27, 28, 29, 30  # starts are those in the tails
+BODIES = 31  # [runs, 3]: addresses of frames (or 0) and lengths of its body, columns; 0 where no run has one
+BIAS = 32  # [runs, 2]: address of fp32 (or 0) and stride of a head; 0 where no run has one
 # memory to work in,
-PARTIALS, SPLIT_SLOTS, SCRATCH, SCRATCH_BYTES = 31, 32, 33, 34
+PARTIALS, LOGITS, SCRATCH, SCRATCH_BYTES = 33, 34, 35, 36  # logits: those that a split has room for, per query head
 # and the threads: how many, what they run, and functions of the OpenMP that torch uses.
-THREADS, BODY, TEAM_START, THREAD, TEAM, BARRIER = 35, 36, 37, 38, 39, 40
-STEP = struct.Struct("=27q")
+THREADS, BODY, TEAM_START, THREAD, TEAM, BARRIER = 37, 38, 39, 40, 41, 42
+STEP = struct.Struct("=28q")
 
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True}
 """How kernels are compiled: nothing raises, nothing holds the interpreter. Only the entry is cached on disk."""
@@ -46,13 +49,35 @@ LN2 = np.float32(0.6931471805599453)
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def lane_body(table: int, run: int, head: int) -> Any:
+    """Address of the frame ids of a lane's body, and its slots; none where the run has no body."""
+    bodies = get_i64(table, BODIES)
+    if bodies == 0:
+        return 0, 0
+    frames = get_i64(bodies, 3 * run)
+    if frames == 0:
+        return 0, 0
+    lane = get_i64(table, FIRST_LANE) + head
+    return frames + lane * get_i64(bodies, 3 * run + 2) * 8, get_i64(get_i64(bodies, 3 * run + 1), lane)
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def slot_address(table: int, run: int, head: int, slot: int, size: int) -> Any:
-    """Address of K of one slot of a lane; V lies `page * head_dim * size` further."""
-    page, dim = get_i64(table, PAGE), get_i64(table, HEAD_DIM)
+    """Address of K of one slot of a lane, and how many slots lie there one after another; V lies a page further.
+
+    The slot must be live.
+    """
+    page, row = get_i64(table, PAGE), get_i64(table, HEAD_DIM) * size
+    frames, body = lane_body(table, run, head)
+    if slot < body:
+        frame = get_i64(frames, slot // page) - get_i64(table, FIRST_LANE)
+        at = slot % page
+        return get_i64(table, POOL) + (frame * 2 * page + at) * row, min(page - at, body - slot)
+    slot -= body
     index = get_i64(get_i64(table, TABLE_OFFSETS), run) + slot // page
     block = get_i64(get_i64(table, TABLES), index)
-    frame = get_i64(table, POOL) + block * get_i64(table, BLOCK_BYTES) + head * 2 * page * dim * size
-    return frame + (slot % page) * dim * size
+    at = slot % page
+    return get_i64(table, POOL) + block * get_i64(table, BLOCK_BYTES) + (head * 2 * page + at) * row, page - at
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]

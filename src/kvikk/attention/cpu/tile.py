@@ -12,8 +12,17 @@ import numpy as np
 from numba import njit
 
 from kvikk.attention.cpu import table as t
-from kvikk.attention.cpu.products import FLOOR, ROWS, softmax_row, tile_1, tile_4, tile_fresh
-from kvikk.attention.cpu.table import LOG2E, OPTIONS, bias_address, finish, slot_address
+from kvikk.attention.cpu.products import (
+    FLOOR,
+    ROWS,
+    softmax_row,
+    tile_1,
+    tile_4,
+    tile_fresh,
+    tile_hiding_1,
+    tile_hiding_4,
+)
+from kvikk.attention.cpu.table import LOG2E, OPTIONS, bias_address, finish, lane_body, slot_address
 from kvikk.attention.cpu.vector import (
     bias_row,
     get_f32,
@@ -23,6 +32,7 @@ from kvikk.attention.cpu.vector import (
     move,
     move32,
     set_f32,
+    set_i64,
     widen_one,
     widen_row,
     zero,
@@ -36,11 +46,11 @@ KEY_TILE = 128
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _pack_keys(mark: Any, table: int, run: int, head: int, first: int, slots: int, target: int, size: int) -> None:
     """Turn a tile of keys on its side: word w of slot s goes to row w, column s."""
-    dim, page = get_i64(table, t.HEAD_DIM), get_i64(table, t.PAGE)
-    k = np.int64(0)
+    dim = get_i64(table, t.HEAD_DIM)
+    k = rest = np.int64(0)
     for s in range(slots):
-        if s == 0 or (first + s) % page == 0:
-            k = slot_address(table, run, head, first + s, size)
+        if rest == 0:
+            k, rest = slot_address(table, run, head, first + s, size)
         if is_paired(mark):
             for w in range(dim // 2):
                 move32(target + (w * KEY_TILE + s) * 4, k + w * 4)
@@ -50,6 +60,7 @@ def _pack_keys(mark: Any, table: int, run: int, head: int, first: int, slots: in
             for w in range(dim):
                 widen_one(mark, target + (w * KEY_TILE + s) * 4, k + w * size)
         k += dim * size
+        rest -= 1
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
@@ -57,23 +68,32 @@ def _pack_values(
     mark: Any, table: int, run: int, head: int, first: int, slots: int, target: int, blank: int, size: int
 ) -> None:
     """Copy a tile of values: two slots zipped into each row of pairs, or one fp32 row for each slot."""
-    dim, page = get_i64(table, t.HEAD_DIM), get_i64(table, t.PAGE)
+    dim = get_i64(table, t.HEAD_DIM)
+    stride = dim * size
+    page_bytes = get_i64(table, t.PAGE) * stride
     row_bytes = (dim + 15) // 16 * 64
-    step = 2 if is_paired(mark) else 1
-    for s in range(0, slots, step):
-        a = slot_address(table, run, head, first + s, size) + page * dim * size
-        if is_paired(mark):
-            b = blank
-            if s + 1 < slots:
-                b = slot_address(table, run, head, first + s + 1, size) + page * dim * size
-            zip_rows(target + s // 2 * row_bytes, a, b, dim)
-        else:
-            widen_row(mark, target + s * row_bytes, a, dim)
+    k = rest = before = np.int64(0)
+    for s in range(slots):
+        if rest == 0:
+            k, rest = slot_address(table, run, head, first + s, size)
+        value = k + page_bytes
+        if not is_paired(mark):
+            widen_row(mark, target + s * row_bytes, value, dim)
+        elif s % 2:
+            zip_rows(target + s // 2 * row_bytes, before, value, dim)
+        elif s + 1 == slots:
+            zip_rows(target + s // 2 * row_bytes, value, blank, dim)
+        before = value
+        k += stride
+        rest -= 1
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def attend_tile(mark: Any, table: int, scratch: int, item: int, size: int) -> None:
-    """Several query positions of a run, for the query heads of one KV head: a row for each position and head."""
+    """Several query positions of a run, for the query heads of one KV head: a row for each position and head.
+
+    An item's positions are those in the run's tail.
+    """
     run, head, first, last = get_i64(item, 0), get_i64(item, 1), get_i64(item, 2), get_i64(item, 3)
     dim, q_heads = get_i64(table, t.HEAD_DIM), get_i64(table, t.Q_HEADS)
     group = q_heads // get_i64(table, t.KV_HEADS)
@@ -84,14 +104,17 @@ def attend_tile(mark: Any, table: int, scratch: int, item: int, size: int) -> No
     depth_step = 2 if is_paired(mark) else 1
     scale = get_f32(table + 8 * t.SCALE, 0) * LOG2E
     bias = bias_address(table, run, head)
+    _, body = lane_body(table, run, head)
 
-    # Scratch, in this order: packed values and keys, logits, weights, factors, a blank row, queries, sums, states.
+    # Scratch, in this order: packed values and keys, logits, weights, factors, what rows see, a blank row, queries,
+    # sums, states.
     packed_v = scratch
     packed_k = packed_v + KEY_TILE * width * 4
     logits = packed_k + KEY_TILE * words * 4
     weights = logits + ROWS * KEY_TILE * 4
     factors = weights + ROWS * KEY_TILE * 4
-    blank = factors + 64
+    sights = factors + 64
+    blank = sights + 64
     sums = blank + width * 4
     queries = sums + padded_rows * width * 4
     states = queries + padded_rows * words * 4
@@ -110,6 +133,7 @@ def attend_tile(mark: Any, table: int, scratch: int, item: int, size: int) -> No
         set_f32(states, 2 * row, np.float32(FLOOR))
         set_f32(states, 2 * row + 1, np.float32(0))
 
+    first, last = body + first, body + last  # from here on, slots
     for tile in range(0, last, KEY_TILE):
         slots = min(KEY_TILE, last - tile)
         _pack_keys(mark, table, run, head, tile, slots, packed_k, size)
@@ -130,6 +154,10 @@ def attend_tile(mark: Any, table: int, scratch: int, item: int, size: int) -> No
                     KEY_TILE * 4,
                     0,
                 )
+            # Values that not all rows of the block see may be anything: a weight of 0 does not undo NaN.
+            depth = (seen + depth_step - 1) // depth_step
+            all_see = max(0, min(slots, first + block // group + 1 - tile))
+            clear = depth if all_see == slots else all_see // depth_step
             for r in range(ROWS):
                 row = min(block + r, rows - 1)
                 live = max(0, min(slots, first + row // group + 1 - tile))
@@ -142,34 +170,21 @@ def attend_tile(mark: Any, table: int, scratch: int, item: int, size: int) -> No
                     mark, at, weights + r * KEY_TILE * 4, live, (seen + 15) // 16 * 16, factor, states + (block + r) * 8
                 )
                 set_f32(factors, r, shrink)
-            depth = (seen + depth_step - 1) // depth_step
+                set_i64(sights + r * 8, live - clear * depth_step)
             column = 0
-            while column + 64 <= width:
-                tile_4(
-                    mark,
-                    weights,
-                    KEY_TILE * 4,
-                    packed_v + column * 4,
-                    width * 4,
-                    depth,
-                    sums + (block * width + column) * 4,
-                    width * 4,
-                    factors,
-                )
-                column += 64
             while column < width:
-                tile_1(
-                    mark,
-                    weights,
-                    KEY_TILE * 4,
-                    packed_v + column * 4,
-                    width * 4,
-                    depth,
-                    sums + (block * width + column) * 4,
-                    width * 4,
-                    factors,
-                )
-                column += 16
+                values, to = packed_v + column * 4, sums + (block * width + column) * 4
+                hidden, a = values + clear * width * 4, weights + clear * 4
+                if column + 64 <= width:
+                    tile_4(mark, weights, KEY_TILE * 4, values, width * 4, clear, to, width * 4, factors)
+                    if clear < depth:
+                        tile_hiding_4(mark, a, KEY_TILE * 4, hidden, width * 4, depth - clear, to, width * 4, sights)
+                    column += 64
+                else:
+                    tile_1(mark, weights, KEY_TILE * 4, values, width * 4, clear, to, width * 4, factors)
+                    if clear < depth:
+                        tile_hiding_1(mark, a, KEY_TILE * 4, hidden, width * 4, depth - clear, to, width * 4, sights)
+                    column += 16
     for row in range(rows):
         finish(
             mark,

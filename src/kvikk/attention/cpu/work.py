@@ -13,7 +13,7 @@ from kvikk.attention.plan import IntArray, Schedule
 class Work:
     """Items of one step for one number of KV heads, in the layout of the kernels' table."""
 
-    items: IntArray  # [items, 5]: run, kv_head, first, last, split (-1 for a tile)
+    items: IntArray  # [items, 5]: run, kv_head, first, last, split (-1 for a tile): slots of a split, or positions
     merges: IntArray  # [runs, 2]: first split and splits of each run of one position
     done: IntArray  # [runs, kv_heads]: counts splits that have ended, back to 0 at the end of a layer
     splits: int
@@ -23,7 +23,10 @@ class Work:
 def plan_work(
     schedule: Schedule, kv_heads: int, split_slots: int, tile_positions: int, *, tiles_only: bool = False
 ) -> Work:
-    """Cut the runs into items: the latest query tiles, which see most keys, first, then splits of single queries.
+    """Cut the runs into items: the query tiles that see most keys first, then splits of single queries.
+
+    Splits are those of a row's longest lane in any layer, so that one list serves all of them; tiles are positions in
+    the runs' tails.
 
     Args:
         schedule: the step.
@@ -33,14 +36,16 @@ def plan_work(
         tiles_only: a single query is a tile too, of one position.
     """
     singles = () if tiles_only else schedule.decode
+    tail_stops = schedule.tail_starts + schedule.lengths
+    slots = schedule.body_slots + tail_stops  # that a run's last query sees
     tiles = [
-        (index, first, min(first + tile_positions, schedule.runs[index].stop))
+        (index, first, min(first + tile_positions, int(tail_stops[index])))
         for index in (range(len(schedule.runs)) if tiles_only else schedule.multi)
-        for first in range(schedule.runs[index].start, schedule.runs[index].stop, tile_positions)
+        for first in range(int(schedule.tail_starts[index]), int(tail_stops[index]), tile_positions)
     ]
-    tiles.sort(key=lambda tile: -tile[2])
+    tiles.sort(key=lambda tile: -(tile[2] + int(schedule.body_slots[tile[0]])))
     decode = np.array(singles, dtype=np.int64)
-    stops = schedule.starts[decode] + 1
+    stops = slots[decode]
     counts = -(-stops // split_slots)
     firsts = np.zeros(len(decode), dtype=np.int64)
     np.cumsum(counts[:-1], out=firsts[1:])
@@ -62,5 +67,5 @@ def plan_work(
         merges=merges,
         done=np.zeros((len(schedule.runs), kv_heads), dtype=np.int64),
         splits=splits,
-        size=kv_heads * int((schedule.lengths * (schedule.starts + schedule.lengths)).sum()),
+        size=kv_heads * int((schedule.lengths * slots).sum()),
     )

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvikk.attention.gpu.attend import Bias
-from kvikk.attention.gpu.rows import DecodeRows, RunRows
+from kvikk.attention.gpu.rows import Bodies, DecodeRows, RunRows
 from kvikk.attention.gpu.step import GpuStep, Runs, Singles
 from kvikk.attention.gpu.worklist import WorkListDecode, WorkListRuns
 from kvikk.attention.plan import IntArray, QueryRun, Schedule, plan_step
@@ -45,7 +45,7 @@ class TritonBackend:
 
     def plan(self, runs: Sequence[QueryRun]) -> Schedule:
         """See `AttentionBackend.plan`."""
-        return plan_step(runs, page_size=self.store.geometry.page_size, blocks=self.store.blocks)
+        return plan_step(runs, geometry=self.store.geometry, blocks=self.store.blocks)
 
     def begin(self, schedule: Schedule) -> EagerStep:
         """See `AttentionBackend.begin`."""
@@ -85,31 +85,39 @@ class TritonBackend:
         return out, lse
 
     def _singles(self, schedule: Schedule, indices: list[int], q_heads: int) -> Singles:
-        tables = self._tables(schedule, indices)
         rows = DecodeRows(
-            tables=tables,
+            tables=self._tables(schedule, indices),
             seats=torch.arange(len(indices), dtype=torch.int32, device=self.store.device),
-            lengths=self._tensor((schedule.starts[indices] + 1).astype(np.int32)),
+            lengths=self._tensor((schedule.tail_starts[indices] + 1).astype(np.int32)),
+            bodies=self._bodies(schedule, indices),
         )
-        route = WorkListDecode(self.store, q_heads, len(indices), max_slots=self._slots(tables), numerics=self.numerics)
+        route = WorkListDecode(
+            self.store,
+            q_heads,
+            len(indices),
+            max_slots=self._slots(schedule, indices),
+            ragged=rows.bodies is not None,
+            numerics=self.numerics,
+        )
         return Singles(rows, route, self._bias(schedule, indices))
 
     def _runs(self, schedule: Schedule, indices: list[int], q_heads: int) -> Runs:
-        tables = self._tables(schedule, indices)
         lengths = schedule.lengths[indices]
         rows = RunRows(
-            tables=tables,
+            tables=self._tables(schedule, indices),
             seats=torch.arange(len(indices), dtype=torch.int32, device=self.store.device),
-            starts=self._tensor(schedule.starts[indices].astype(np.int32)),
+            starts=self._tensor(schedule.tail_starts[indices].astype(np.int32)),
             lengths=self._tensor(lengths.astype(np.int32)),
             offsets=self._tensor((np.cumsum(lengths) - lengths).astype(np.int32)),
+            bodies=self._bodies(schedule, indices),
         )
         attention = WorkListRuns(
             self.store,
             q_heads,
             runs=len(indices),
             tokens=int(lengths.sum()),
-            max_slots=self._slots(tables),
+            max_slots=self._slots(schedule, indices),
+            ragged=rows.bodies is not None,
             numerics=self.numerics,
         )
         return Runs(rows, attention, self._bias(schedule, indices))
@@ -121,8 +129,28 @@ class TritonBackend:
             row[: len(part)] = part
         return self._tensor(tables)
 
-    def _slots(self, tables: Tensor) -> int:
-        return tables.shape[1] * self.store.geometry.page_size
+    def _bodies(self, schedule: Schedule, indices: list[int]) -> Bodies | None:
+        """The bodies of these runs, each run's own: the live frames of its lanes one after another."""
+        if not set(indices) & set(schedule.with_body):
+            return None
+        page, lanes = self.store.geometry.page_size, self.store.geometry.frames_per_block
+        arena = []
+        lengths = np.zeros((len(indices), lanes), dtype=np.int64)
+        for row, index in enumerate(indices):
+            body = schedule.runs[index].body
+            if body is not None:
+                lengths[row] = body.lengths
+                arena.append(np.array(body.held(page), dtype=np.int64))
+        held = -(-lengths // page)
+        offsets = (np.cumsum(held) - held.ravel()).reshape(held.shape)
+        frames = np.concatenate([*arena, np.zeros(1, dtype=np.int64)])  # an address, where no lane has a frame
+        return Bodies(*(self._tensor(part.astype(np.int32)) for part in (frames, offsets, lengths)))
+
+    def _slots(self, schedule: Schedule, indices: list[int]) -> int:
+        """Slots of the longest row, in whole frames and blocks."""
+        page = self.store.geometry.page_size
+        tails = schedule.tail_starts[indices] + schedule.lengths[indices]
+        return int((-(-schedule.body_slots[indices] // page) * page + -(-tails // page) * page).max())
 
     def _bias(self, schedule: Schedule, indices: list[int]) -> Bias | None:
         biases = [schedule.runs[index].bias for index in indices]

@@ -127,7 +127,7 @@ class GpuRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[RowResult]:
         """See `engine.step.Runner`."""
-        if any(scheduled.scores for scheduled in plan.rows):
+        if any(needs_plain(scheduled) for scheduled in plan.rows):
             self._seats.forget_positions(scheduled.row for scheduled in plan.rows)
             return self._plain.execute(plan)
         return self._start(plan).results()
@@ -136,13 +136,12 @@ class GpuRunner:
     def launch(self, plan: StepPlan) -> StartedStep | None:
         """See `engine.step.AheadRunner`."""
         for scheduled in plan.rows:
-            if scheduled.scores or (scheduled.samples and not is_plain(scheduled)):
+            if needs_plain(scheduled) or (scheduled.samples and not is_plain(scheduled)):
                 return None
         return self._start(plan)
 
     def _start(self, plan: StepPlan) -> StartedStep:
         try:
-            self._store.copy_blocks(plan.copies)
             content, sampled, shaped = self._describe(plan)
             program = self._program(content, len(sampled))
             self._send(content, program.shape)
@@ -294,6 +293,11 @@ def _decode_shape(rows: int) -> StepShape:
 
 def _power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
+
+
+def needs_plain(scheduled: ScheduledRow) -> bool:
+    """Whether no captured step serves the row: its prompt is scored, or it may be compressed."""
+    return bool(scheduled.scores) or scheduled.row.request.kv_cache is not None
 
 
 def is_plain(scheduled: ScheduledRow) -> bool:

@@ -1,0 +1,70 @@
+"""The slots of a layer, in whatever order they lie, and what can be said of them in the order of the text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerSlots:
+    """Which token of the text each slot of a layer's lanes holds.
+
+    The order of slots says nothing. Lanes may hold different tokens, and different numbers of them.
+
+    Args:
+        positions: `[kv_heads, slots]` int64; anything where a slot is dead.
+        live: `[kv_heads, slots]` bool. A lane holds a position at most once.
+        length: tokens of the row so far: live positions are below it.
+    """
+
+    positions: Tensor
+    live: Tensor
+    length: int
+
+    @cached_property
+    def order(self) -> Tensor:
+        """`[kv_heads, slots]` int64: each lane's slots from its first position to its last, then the dead ones."""
+        return torch.where(self.live, self.positions, self.length).argsort(dim=-1, stable=True)
+
+    def protected(self, *, sinks: int, window: int) -> Tensor:
+        """`[kv_heads, slots]` bool: live slots of the row's first `sinks` positions and of its last `window`."""
+        is_recent = self.positions >= self.length - window
+        return self.live & ((self.positions < sinks) | is_recent)
+
+    def pool(self, values: Tensor, width: int, kind: Literal["mean", "max"]) -> Tensor:
+        """Mean or maximum over `width` (odd) live neighbours in the text; beyond a lane's ends the mean counts zeros.
+
+        Args:
+            values: `[kv_heads, slots]`.
+            width: slots in a window, its centre included.
+            kind: what is taken of them.
+
+        Returns:
+            `[kv_heads, slots]`; nothing of use where a slot is dead.
+        """
+        outside = 0.0 if kind == "mean" else -torch.inf
+        ordered = torch.where(self.live, values, outside).gather(-1, self.order)
+        pool = F.avg_pool1d if kind == "mean" else F.max_pool1d
+        pooled = pool(ordered, width, stride=1, padding=width // 2)
+        return torch.empty_like(pooled).scatter(-1, self.order, pooled)
+
+    def mean_over_lanes(self, values: Tensor) -> Tensor:
+        """For each slot, the mean of `values` over all lanes that hold its position.
+
+        Every lane is written to a row of its own before rows are added, so that the result is the same to the bit on
+        every run and in every order of slots.
+        """
+        lanes = len(self.positions)
+        column = torch.where(self.live, self.positions, self.length)
+        dense = values.new_zeros((2, lanes, self.length + 1))
+        dense[0].scatter_(-1, column, values)
+        dense[1].scatter_(-1, column, 1.0)
+        total, count = dense.sum(1)
+        mean: Tensor = total / count.clamp(min=1)
+        return mean.expand(lanes, -1).gather(-1, column)

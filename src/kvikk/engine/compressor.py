@@ -1,0 +1,196 @@
+"""Asks a row's policy what stays, layer by layer, over the real bytes of the pool."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kvikk.compress import (
+    KVCacheParams,
+    LayerSlots,
+    LayerView,
+    Method,
+    Rotary,
+    Signal,
+    Signals,
+    accumulated_attention,
+    check_scores,
+    query_window,
+    state_names,
+)
+from kvikk.engine.kv import Choice
+from kvikk.engine.request import Row
+from kvikk.errors import InvalidRequest
+from kvikk.memory import Held, KVStore
+from kvikk.types import Position
+
+MASS: Final = "attention mass"
+"""The state in which the engine carries a row's attention mass from trigger to trigger."""
+PROMPT_QUERIES: Final = 64
+"""Of a prompt, so many of the last queries enter the attention mass."""
+NOTE_BYTES: Final = 4
+"""Of a position, and of each number that is remembered, for every slot of every lane."""
+
+
+class PolicyCompressor:
+    """Scores what rows hold by their policies, and fills their budgets.
+
+    Args:
+        store: the pool.
+        rotary: how the model rotates keys, for policies that ask; None: unknown.
+    """
+
+    def __init__(self, store: KVStore, rotary: Rotary | None) -> None:
+        self._store = store
+        self._rotary = rotary
+
+    def check(self, params: KVCacheParams) -> None:
+        """See `Compressor.check`."""
+        method = params.method
+        if Signal.ROTARY in method.policy.needs and self._rotary is None:
+            raise InvalidRequest(
+                f"kv_cache.policy {method.name!r} must know how the model rotates its keys, which is known of the "
+                "Llama family only: choose another policy",
+                param="kv_cache.policy",
+            )
+        always = method.sinks + method.window
+        if method.budget.unit == "bytes" and method.budget.amount < always * self.token_bytes(method):
+            raise InvalidRequest(
+                f"kv_cache.budget is {method.budget}, sinks ({method.sinks}) and window ({method.window}) alone take "
+                f"{always * self.token_bytes(method):,}: raise it, or lower these",
+                param="kv_cache.budget",
+            )
+
+    def keeps_everything(self, row: Row) -> bool:
+        """See `Compressor.keeps_everything`."""
+        method = _method(row)
+        budget = method.budget.slots(row.front, token_bytes=self.token_bytes(method))
+        return budget >= row.front and not self._notes(method)
+
+    def next_trigger(self, row: Row) -> tuple[int | None, range]:
+        """See `Compressor.next_trigger`."""
+        params = row.request.kv_cache
+        assert params is not None
+        trigger = len(row.request.prompt_token_ids)
+        new = PROMPT_QUERIES
+        if row.compress_at is not None:
+            if params.every is None:
+                return None, range(0)
+            trigger, new = row.compress_at + params.every, params.every
+        policy = params.method.policy
+        window = max(query_window(policy), new if Signal.ATTENTION_MASS in policy.needs else 0)
+        return trigger, range(max(0, trigger - window), trigger)
+
+    @torch.inference_mode()
+    def choose(self, row: Row, held: Held, kept_from: Position) -> Choice:
+        """See `Compressor.choose`."""
+        method, geometry = _method(row), self._store.geometry
+        unfinished = row.front - kept_from
+        quotas = method.quotas(
+            row.front, layers=geometry.layers, token_bytes=self.token_bytes(method), unfinished=unfinished
+        )
+        frames = torch.from_numpy(held.frames).to(self._store.device)
+        remembered = self._remembered(row, method, held)
+        kept: list[Tensor] = []
+        scores: list[Tensor] = []
+        for layer, quota in enumerate(quotas):
+            lanes = slice(geometry.first_frame[layer], geometry.first_frame[layer] + geometry.kv_heads[layer])
+            slots = LayerSlots(positions=held.positions[lanes].long(), live=held.live[lanes], length=row.front)
+            of_layer = {name: values[lanes] for name, values in remembered.items()}
+            view = LayerView(
+                layer=layer,
+                layers=geometry.layers,
+                slots=slots,
+                budget=quota,
+                scale=1.0 if row.queries is None else row.queries.scales[layer],
+                signals=self._signals(row, method, slots, frames[lanes], layer, of_layer.pop(MASS, None)),
+                needs=method.policy.needs,
+                seed=row.request.seed,
+                since=_last_trigger(row),
+                remembers=state_names(method.policy),
+                states=of_layer,
+            )
+            mask, of_slots = method.keep(view, unfinished)
+            kept.append(mask)
+            scores.append(of_slots)
+            for name, values in remembered.items():
+                values[lanes] = view.attention_mass if name == MASS else view.state(name)
+        check_scores(method.name, torch.cat(scores), held.live)
+        keep = torch.cat(kept)
+        return Choice(keep, keep.sum(1).cpu().numpy(), remembered)
+
+    def _signals(
+        self, row: Row, method: Method, slots: LayerSlots, frames: Tensor, layer: int, mass: Tensor | None
+    ) -> Signals:
+        """What the policy asked for, of one layer.
+
+        Args:
+            row: of which.
+            method: whose policy.
+            slots: of the layer.
+            frames: `[kv_heads, columns]` int64.
+            layer: which.
+            mass: `[kv_heads, slots]`, carried from before; None: not asked for.
+        """
+        needs = method.policy.needs
+        keys = values = queries = positions = None
+        if needs & {Signal.KEYS, Signal.ATTENTION_MASS}:
+            keys = self._store.frames[frames, 0].flatten(1, 2)
+        if Signal.VALUES in needs:
+            values = self._store.frames[frames, 1].flatten(1, 2)
+        if row.queries is not None:
+            queries = row.queries.rotated[layer].transpose(0, 1)
+            positions = torch.arange(row.queries.positions.start, row.front, device=self._store.device)
+        if mass is not None:
+            assert keys is not None and queries is not None and positions is not None  # noqa: PT018 - as watched
+            assert row.queries is not None
+            new = row.front - max(_last_trigger(row), row.queries.positions.start)
+            mass = mass + accumulated_attention(
+                queries[:, -new:], positions[-new:], keys, slots, scale=row.queries.scales[layer]
+            )
+        window = query_window(method.policy)
+        return Signals(
+            keys=keys,
+            values=values,
+            queries=queries[:, -window:] if queries is not None and window else None,
+            query_positions=positions[-window:] if positions is not None and window else None,
+            attention_mass=mass,
+            observed=row.front - max(0, len(row.request.prompt_token_ids) - PROMPT_QUERIES),
+            rotary=self._rotary,
+        )
+
+    def _remembered(self, row: Row, method: Method, held: Held) -> dict[str, Tensor]:
+        """`[lanes, slots]` fp32 for each name: what the body remembers, 0 for the slots of the tail."""
+        remembered = {}
+        for name in self._notes(method):
+            values = torch.zeros(held.live.shape, dtype=torch.float32, device=held.live.device)
+            if row.body is not None and name in row.body.state:
+                old = row.body.state[name]
+                values[:, : old.shape[1]] = old
+            remembered[name] = values.masked_fill_(~held.live, 0)
+        return remembered
+
+    def token_bytes(self, method: Method) -> int:
+        """What one token takes in all lanes: K and V, its position, and what is remembered of it."""
+        notes = 1 + len(self._notes(method))
+        return self._store.geometry.token_bytes + NOTE_BYTES * notes * self._store.lanes
+
+    def _notes(self, method: Method) -> tuple[str, ...]:
+        """What goes with each slot from trigger to trigger besides its position."""
+        mass = (MASS,) if Signal.ATTENTION_MASS in method.policy.needs else ()
+        return (*state_names(method.policy), *mass)
+
+
+def _method(row: Row) -> Method:
+    assert row.request.kv_cache is not None
+    return row.request.kv_cache.method
+
+
+def _last_trigger(row: Row) -> int:
+    """The position at which the row was last at a trigger; 0: never."""
+    params, now = row.request.kv_cache, row.compress_at
+    assert params is not None
+    assert now is not None
+    return 0 if now == len(row.request.prompt_token_ids) else now - (params.every or 0)

@@ -1,0 +1,308 @@
+"""What rows hold, as one memory: whole blocks, the single frames of compressed rows, and the prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvikk.compress import KVCacheParams
+from kvikk.engine.request import Row, Saved
+from kvikk.errors import PoolCorrupt
+from kvikk.memory import BlockPool, Body, FramePool, Held, Moves, frames_wanted, held_by, plan_compaction
+from kvikk.memory.body import IntArray
+from kvikk.prefix import PrefixCache
+from kvikk.types import BlockId, Position
+
+
+class KVBytes(Protocol):
+    """Touches the bytes of the pool between two steps: `memory.KVStore`, or a simulation of it.
+
+    What is asked happens in order, after all steps started before and before any started later.
+    """
+
+    @property
+    def lanes(self) -> int:
+        """Frames of a block."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where masks and positions of slots live."""
+        ...
+
+    def copy_blocks(self, copies: list[tuple[BlockId, BlockId]]) -> None:
+        """Copy whole blocks, `(source, target)`, in the order given."""
+        ...
+
+    def copy_frames(self, sources: IntArray, targets: IntArray) -> None:
+        """Copy whole frames. No target is a source."""
+        ...
+
+    def move(self, moves: Moves) -> None:
+        """Copy tokens between frames."""
+        ...
+
+    def save(self, frames: IntArray, blocks: Sequence[BlockId]) -> Any:
+        """What frames and blocks hold, away from the pool."""
+        ...
+
+    def restore(self, saved: Any, frames: IntArray, blocks: Sequence[BlockId]) -> None:
+        """Bring it back, to as many frames and blocks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which tokens of a row stay.
+
+    Args:
+        keep: `[lanes, slots]` bool on the device, of live slots only.
+        counts: `[lanes]`, how many those are.
+        state: `[lanes, slots]` fp32 each, what the policy wants to remember of each slot.
+    """
+
+    keep: Tensor
+    counts: IntArray
+    state: dict[str, Tensor]
+
+
+class Compressor(Protocol):
+    """Says what rows keep at a trigger, and which of their queries it will want to see for that."""
+
+    def choose(self, row: Row, held: Held, kept_from: Position) -> Choice:
+        """Score a row's slots by its policy and fill its budget.
+
+        Args:
+            row: all its positions below `row.compress_at` are computed, and no more.
+            held: its slots.
+            kept_from: from this position on everything is kept, in every lane.
+
+        Raises:
+            KvikkError: the policy broke its contract; nothing changed.
+        """
+        ...
+
+    def check(self, params: KVCacheParams) -> None:
+        """Refuse what can never be done with this model.
+
+        Raises:
+            InvalidRequest: why, and the way out.
+        """
+        ...
+
+    def keeps_everything(self, row: Row) -> bool:
+        """Whether the budget holds all tokens of the row, so that there is nothing to choose."""
+        ...
+
+    def next_trigger(self, row: Row) -> tuple[int | None, range]:
+        """The row's first trigger, or the one after `row.compress_at`, and positions whose queries it needs then."""
+        ...
+
+
+class KVMemory:
+    """Gives rows blocks and frames, takes them back, and finds room.
+
+    Room comes from free blocks, then from split blocks that can be joined, which costs a few copies, then from the
+    prefix cache, which costs whoever would have found the blocks there.
+
+    Args:
+        blocks: usable blocks.
+        store: their bytes.
+        prefix: makes the prefix cache over a pool.
+        page_size: slots of a frame.
+        compressor: chooses what is kept; None: rows are never compressed.
+    """
+
+    def __init__(
+        self,
+        blocks: int,
+        store: KVBytes,
+        prefix: Callable[[BlockPool], PrefixCache],
+        page_size: int,
+        compressor: Compressor | None,
+    ) -> None:
+        self.pool = BlockPool(blocks)
+        self.frames = FramePool(self.pool, store.lanes)
+        self.prefix = prefix(self.pool)
+        self.page_size = page_size
+        self.store = store
+        self.compressor = compressor
+        self._bodies: set[Body] = set()
+
+    # Room
+
+    @property
+    def obtainable(self) -> int:
+        """Blocks that `make_room` can have free."""
+        return self.pool.free + self.frames.joinable + self.pool.cached
+
+    def make_room(self, blocks: int) -> bool:
+        """Join and evict until `blocks` blocks are free; False, and nothing done, when that cannot be."""
+        missing = blocks - self.pool.free
+        if missing <= 0:
+            return True
+        if blocks > self.obtainable:
+            return False
+        joined = min(missing, self.frames.joinable)
+        if joined:
+            sources, targets = self.frames.join(joined)
+            self.store.copy_frames(sources, targets)
+            for body in self._bodies:
+                body.relocate(sources, targets)
+        return self.prefix.make_room(blocks)
+
+    def release(self, row: Row) -> None:
+        """Take all of a row's memory; what it holds is lost."""
+        self.prefix.release(row.blocks)
+        row.blocks = []
+        if row.body is not None and row.saved is None:
+            self._give_up(row.body)
+        row.body = row.saved = None
+        row.body_blocks = 0
+
+    def check(self, rows: Iterable[Row]) -> None:
+        """Recount everything against what all rows hold.
+
+        Raises:
+            PoolCorrupt: with the first disagreement found.
+        """
+        rows = list(rows)
+        bodies = [row.body for row in rows if row.body is not None and row.saved is None]
+        if set(bodies) != self._bodies or len(bodies) != len(self._bodies):
+            raise PoolCorrupt(f"{len(self._bodies)} bodies are known, rows have {len(bodies)}, or others")
+        self.pool.check([*(row.blocks for row in rows), *self.prefix.holders(), *self.frames.holders()])
+        self.frames.check(bodies, self.page_size)
+        self.prefix.check()
+
+    # Compressed rows
+
+    def compact(self, row: Row, room: Callable[[int, Row], bool]) -> bool:
+        """A row is at its trigger: drop what its policy gives up, and give back the memory.
+
+        Blocks that others hold are left as they are, and what lives in them is copied out. Blocks that only the prefix
+        index knows stay there while that takes no eviction; else they are taken out of it and compacted in place.
+
+        Args:
+            row: all its positions below `row.compress_at` are computed, and no more.
+            room: comes nearer to so many free blocks for the row, at the cost of others; False: at its own.
+
+        Returns:
+            False when there was no room: `row` has given up its memory.
+
+        Raises:
+            KvikkError: the policy broke its contract; nothing changed.
+        """
+        assert self.compressor is not None
+        if self.compressor.keeps_everything(row):
+            return True
+        fold_to = Position(row.front // self.page_size * self.page_size)  # a block that is part filled stays a block
+        choice = self.compressor.choose(row, self._held(row, row.blocks), fold_to)
+        in_body = 0 if row.body is None else int(row.body.lengths.sum())
+        live = in_body + self.store.lanes * (row.front - row.tail_start)
+        drops = int(choice.counts.sum()) < live
+        if not drops and not choice.state:
+            return True
+        folded = row.blocks[: (fold_to - row.tail_start) // self.page_size]
+        counts = choice.counts - (row.front - fold_to)
+        held = self._with_room(row, folded, counts, room)
+        if held is None:
+            return False
+        fresh = self.frames.take(int(frames_wanted(held, counts, self.page_size).sum()))
+        keep = choice.keep[:, : held.live.shape[1]]
+        plan = plan_compaction(held, keep, counts, fresh, stop=fold_to, page_size=self.page_size)
+        plan.body.state = {name: plan.gather(values[:, : keep.shape[1]]) for name, values in choice.state.items()}
+        self.store.move(plan.moves)
+        own = [block for block in folded if self._is_own(block)]
+        shared = [block for block in folded if not self._is_own(block)]
+        frames_before = len(folded) * self.store.lanes + (0 if row.body is None else len(self._owned(row.body)))
+        self.frames.split(own)
+        self.frames.release(plan.freed)
+        self.prefix.release(shared)
+        if row.body is not None:
+            self._bodies.remove(row.body)
+        self._bodies.add(plan.body)
+        row.body, row.blocks = plan.body, row.blocks[len(folded) :]
+        if drops and row.exact_until is None:
+            row.exact_until = row.front
+        row.request.note_compaction(
+            tokens=row.front,
+            kept=float(choice.counts.mean()),
+            frames_freed=frames_before - len(self._owned(plan.body)),
+        )
+        self._count(row)
+        return True
+
+    def offload(self, row: Row) -> None:
+        """Save what a compressed row holds and take its memory: it could not be computed again."""
+        assert row.body is not None
+        owned = self._owned(row.body)
+        row.saved = Saved(self.store.save(owned, row.blocks), len(owned), len(row.blocks))
+        self._give_up(row.body)
+        self.prefix.release(row.blocks)
+        row.blocks, row.body_blocks = [], 0
+
+    def blocks_to_resume(self, row: Row) -> int:
+        """Free blocks that `resume` needs at the most."""
+        assert row.saved is not None
+        tail = -(-(len(row.tokens) - row.tail_start) // self.page_size)
+        return tail + -(-row.saved.frames // self.store.lanes)
+
+    def resume(self, row: Row) -> None:
+        """Bring a compressed row back to memory; so many blocks are free."""
+        assert row.body is not None
+        assert row.saved is not None
+        saved, row.saved = row.saved, None
+        frames = self.frames.take(saved.frames)
+        row.body.frames[row.body.live_columns(self.page_size)] = frames
+        row.blocks = self.pool.take(-(-(len(row.tokens) - row.tail_start) // self.page_size))
+        self.store.restore(saved.bytes, frames, row.blocks[: saved.blocks])
+        self._bodies.add(row.body)
+        self._count(row)
+
+    def _with_room(
+        self, row: Row, folded: Sequence[BlockId], counts: IntArray, room: Callable[[int, Row], bool]
+    ) -> Held | None:
+        """The row's slots once there is room to compact them. Finding it can move frames and lower the counts of
+        blocks, so what was known of them before is not used again."""
+        while True:
+            held = self._held(row, folded)
+            blocks = self.frames.blocks_needed(int(frames_wanted(held, counts, self.page_size).sum()))
+            if blocks <= self.pool.free:
+                return held
+            indexed = [block for block in folded if self.pool.references(block) == 1 and self.pool.is_kept(block)]
+            if blocks > self.pool.free + self.frames.joinable and indexed:
+                self.prefix.discard(indexed)
+            elif not room(blocks, row):
+                return None
+
+    def _held(self, row: Row, blocks: Sequence[BlockId]) -> Held:
+        return held_by(
+            row.body,
+            blocks,
+            [self._is_own(block) for block in blocks],
+            length=row.front,
+            lanes=self.store.lanes,
+            page_size=self.page_size,
+            device=self.store.device,
+        )
+
+    def _count(self, row: Row) -> None:
+        assert row.body is not None
+        row.body_blocks = -(-len(self._owned(row.body)) // self.store.lanes)
+        row.request.recount_blocks()
+
+    def _is_own(self, block: BlockId) -> bool:
+        """Of a running row's block: whether it may be written to in place."""
+        return self.pool.references(block) == 1 and not self.pool.is_kept(block)
+
+    def _owned(self, body: Body) -> IntArray:
+        return np.array(body.held(self.page_size), dtype=np.int64)
+
+    def _give_up(self, body: Body) -> None:
+        self.frames.release(self._owned(body))
+        self._bodies.remove(body)

@@ -1,0 +1,106 @@
+"""What a request may ask for, and how it goes over what the operator set."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvikk.compress import KVCacheParams
+from kvikk.compress.allocators import Pooled
+from kvikk.compress.policies.h2o import H2O
+from kvikk.compress.policies.snapkv import SnapKV
+from kvikk.errors import InvalidRequest
+
+OPERATOR = KVCacheParams(policy="snapkv", policy_options={"kernel": 7}, budget="25%", trigger="every:128", window=64)
+
+
+def test_nothing_asked_for_keeps_everything() -> None:
+    params = KVCacheParams()
+    assert params.is_full
+    assert params.every is None
+    assert params.method.budget.is_everything
+
+
+def test_what_is_asked_for_is_made() -> None:
+    params = KVCacheParams(
+        policy="snapkv", policy_options={"query_window": 16, "pooling": "max"}, budget=512, allocator="pooled",
+        allocator_options={"safeguard": 0}, trigger="every:64", sinks=1, window=8,
+    )  # fmt: skip
+    method = params.method
+    assert method.policy == SnapKV(query_window=16, pooling="max")
+    assert method.allocator == Pooled(safeguard=0)
+    assert (method.sinks, method.window, params.every, params.is_full) == (1, 8, 64, False)
+    assert params.method is method, "made once"
+
+
+def test_a_whole_share_keeps_everything_under_any_policy() -> None:
+    assert KVCacheParams(policy="tova", budget="100%").is_full
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "reason"),
+    [
+        ({"polcy": "tova"}, "polcy", "unknown field 'polcy' of kv_cache: did you mean 'policy'?"),
+        ({"size": 3}, "size", "known are: policy, policy_options, budget"),
+        ({"policy": "snap"}, "policy", "unknown policy 'snap': did you mean 'snapkv'?"),
+        ({"policy": "zzz"}, "policy", "unknown policy 'zzz': known are: full, streaming"),
+        ({"policy": None}, "policy", "must be a name, `kvikk policies` lists them"),
+        ({"policy": "tova", "policy_options": {"kernel": 3}}, "policy_options", "no option 'kernel': it takes none"),
+        ({"policy_options": {"kernal": 3}}, "policy_options", "has no option 'kernal': did you mean 'kernel'?"),
+        ({"policy_options": {"kernel": 4}}, "policy_options", "kernel is 4: a window around a token is odd"),
+        ({"policy_options": {"kernel": "4"}}, "policy_options", "kernel '4' is not a whole number"),
+        ({"policy_options": {"pooling": "sum"}}, "policy_options", "pooling is 'sum': choose from mean, max"),
+        ({"policy_options": {"pooling": []}}, "policy_options", r"pooling is \[\]: choose from mean, max"),
+        ({"policy": "h2o", "policy_options": {"per_query": 1}}, "policy_options", "per_query is 1: it must be true or"),
+        ({"policy": "h2o", "policy_options": {"recent_share": "x"}}, "policy_options", "it must be a number"),
+        ({"policy_options": ["kernel"]}, "policy_options", "must be an object of options by name"),
+        ({"policy_options": {5: 5}}, "policy_options", "has no option 5"),
+        ({"budget": "lots"}, "budget", r"budget is 'lots': write a share \(25%, 0.25\), tokens"),
+        ({"budget": None}, "budget", "budget is missing: policy 'snapkv' needs to know how much may stay"),
+        ({"budget": 67}, "budget", r"is 67 tokens, sinks \(4\) and window \(64\) alone are 68: raise it"),
+        ({"policy": "full", "budget": "50%"}, "budget", "is 50% and the policy is 'full', which keeps everything"),
+        ({"allocator": "fair"}, "allocator", "is 'fair': choose from uniform, pyramid, pooled"),
+        ({"allocator": {}}, "allocator", "choose from"),
+        ({"allocator_options": {"beta": 3}}, "allocator_options", "allocator 'uniform' has no option 'beta'"),
+        ({"allocator": "pyramid", "allocator_options": {"beta": 0}}, "allocator_options", "beta is 0.0: it must be at"),
+        ({"rest": "quantise"}, "rest", "is 'quantise': choose from drop"),
+        ({"trigger": "every:0"}, "trigger", "is 'every:0': write prefill, or every:128"),
+        ({"trigger": "every:128\n"}, "trigger", "write prefill, or every:128"),
+        ({"trigger": "pressure"}, "trigger", "write prefill, or every:128"),
+        ({"trigger": 128}, "trigger", "write prefill, or every:128"),
+        ({"sinks": -1}, "sinks", "is -1: it must lie between 0 and"),
+        ({"window": 2.5}, "window", "window 2.5 is not a whole number"),
+        ({"window": True}, "window", "is not a whole number"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_refused_by_field(options: dict[Any, Any], param: str, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        KVCacheParams.from_dict(options, default=OPERATOR)
+    assert caught.value.param == f"kv_cache.{param}"
+
+
+def test_a_request_changes_what_it_names_and_leaves_the_rest_to_the_operator() -> None:
+    assert KVCacheParams.from_dict({}, default=OPERATOR) == OPERATOR
+    params = KVCacheParams.from_dict({"budget": "50%"}, default=OPERATOR)
+    assert (params.budget, params.policy_options, params.every, params.window) == ("50%", {"kernel": 7}, 128, 64)
+
+
+def test_another_policy_does_not_get_the_operators_options() -> None:
+    params = KVCacheParams.from_dict({"policy": "h2o"}, default=OPERATOR)
+    assert params.method.policy == H2O()
+    assert params.budget == "25%"
+    assert KVCacheParams.from_dict({"policy": "snapkv"}, default=OPERATOR).policy_options == {"kernel": 7}
+
+
+def test_a_request_may_have_everything_kept() -> None:
+    assert KVCacheParams.from_dict({"policy": "full"}, default=OPERATOR).is_full
+
+
+def test_params_cross_processes_as_they_are() -> None:
+    for params in (OPERATOR, KVCacheParams(policy="h2o", budget=1.0), KVCacheParams(policy="h2o", budget=2048)):
+        assert params.method
+        assert pickle.loads(pickle.dumps(params)) == params
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=KVCacheParams) == params
