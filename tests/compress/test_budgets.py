@@ -82,7 +82,7 @@ def layer(scores: Tensor, live: Tensor | None = None) -> LayerSlots:
 def counts(allocator: Allocator, budget: int, scores: Tensor, *, sinks: int = 0, window: int = 0) -> list[int]:
     slots = layer(scores)
     protected = slots.protected(sinks=sinks, window=window)
-    return allocator.over_heads(budget, scores, slots, protected).tolist()
+    return allocator.over_heads([budget], scores, slots, protected).tolist()
 
 
 def test_pooled_heads_keep_the_best_of_the_layer() -> None:
@@ -121,8 +121,8 @@ def test_a_layer_keeps_its_budget_in_all_however_heads_share_it(data: st.DataObj
     slots = layer(scores, live)
     protected = slots.protected(sinks=sinks, window=window)
     allocator = Pooled(safeguard=data.draw(st.floats(0, 1)))
-    numbers = allocator.over_heads(budget, scores, slots, protected)
-    kept = keep_mask(scores, slots, numbers, sinks=sinks, window=window)
+    numbers = allocator.over_heads([budget], scores, slots, protected)
+    kept = keep_mask(scores, slots, numbers, slots.protected(sinks=sinks, window=window))
     wanted = min(heads * max(budget, int(protected[0].sum())), int(live.sum()))
     assert int(kept.sum()) == wanted
 

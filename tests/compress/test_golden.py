@@ -96,7 +96,7 @@ def test_a_policy_keeps_what_kvpress_keeps(name: str, ratio: float, layer: int) 
     theirs, _, count = golden(name, ratio, layer)
     assert 0 < count < LENGTH
     scores = score(policy, layer)
-    assert_same_set(keep_mask(scores, SLOTS, count, sinks=sinks, window=window), theirs, scores)
+    assert_same_set(keep_mask(scores, SLOTS, count, SLOTS.protected(sinks=sinks, window=window)), theirs, scores)
 
 
 @pytest.mark.parametrize("name", sorted(set(SAME) - {"streaming"}))
@@ -129,8 +129,8 @@ def test_pooled_heads_keep_what_ada_kv_of_kvpress_keeps(name: str, safeguard: fl
     for layer in range(LAYERS):
         theirs, scores, count = golden(name, ratio, layer)
         nothing = torch.zeros_like(SLOTS.live)
-        counts = Pooled(safeguard=safeguard).over_heads(count, scores, SLOTS, nothing)
-        assert_same_set(keep_mask(scores, SLOTS, counts, sinks=0, window=0), theirs, scores)
+        counts = Pooled(safeguard=safeguard).over_heads([count], scores, SLOTS, nothing)
+        assert_same_set(keep_mask(scores, SLOTS, counts, SLOTS.protected(sinks=0, window=0)), theirs, scores)
         lengths |= set(counts.tolist())
     assert len(lengths) > 1, "a case in which all heads keep the same number shows nothing"
 
@@ -143,4 +143,8 @@ def test_the_pyramid_of_kvpress_is_ours_with_a_window_that_is_not_set_aside() ->
     policy = SnapKV(query_window=8, kernel=5)
     for layer, count in enumerate(counts):
         scores = score(policy, layer)
-        assert_same_set(keep_mask(scores, SLOTS, count, sinks=0, window=8), golden("pyramid", 0.5, layer)[0], scores)
+        assert_same_set(
+            keep_mask(scores, SLOTS, count, SLOTS.protected(sinks=0, window=8)),
+            golden("pyramid", 0.5, layer)[0],
+            scores,
+        )

@@ -22,19 +22,19 @@ def test_a_layer_keeps_its_quota_to_the_slot(name: str, allocator: str) -> None:
     method = KVCacheParams(policy=name, budget="30%", allocator=allocator, sinks=2, window=8).method
     quotas = method.quotas(200, layers=4, token_bytes=1)
     assert sum(quotas) == 4 * 60
-    view = replace(layer.view(method.policy), budget=quotas[1])
-    kept, scores = method.keep(view)
-    check_scores(name, scores, view.live)
+    scores = method.score(replace(layer.view(method.policy), budget=quotas[1]))
+    check_scores(name, scores, layer.slots.live)
+    kept = method.select(scores, layer.slots, [quotas[1]], [3])
     assert int(kept.sum()) == 3 * quotas[1]
-    assert not (view.slots.protected(sinks=2, window=8) & ~kept).any()
+    assert not (layer.slots.protected(sinks=2, window=8) & ~kept).any()
 
 
 def test_a_budget_of_everything_keeps_everything() -> None:
     layer = fresh_layer(kv_heads=2, group=2, length=50)
     for name in NAMES:
         method = KVCacheParams(policy=name, budget="100%", allocator="pooled").method
-        kept, _ = method.keep(replace(layer.view(method.policy), budget=50))
-        assert torch.equal(kept, layer.slots.live)
+        scores = method.score(replace(layer.view(method.policy), budget=50))
+        assert torch.equal(method.select(scores, layer.slots, [50], [2]), layer.slots.live)
 
 
 def test_a_policy_never_gets_more_recent_tokens_than_the_budget_leaves_beside_the_sinks() -> None:
@@ -48,9 +48,31 @@ def test_a_policy_never_gets_more_recent_tokens_than_the_budget_leaves_beside_th
 def test_the_unfinished_block_stays_and_counts_in_the_budget() -> None:
     layer = fresh_layer(kv_heads=2, group=1, length=100)
     method = KVCacheParams(policy="random", budget=50, sinks=0, window=0).method
-    kept, _ = method.keep(replace(layer.view(method.policy), budget=50), unfinished=15)
+    scores = method.score(replace(layer.view(method.policy), budget=50))
+    kept = method.select(scores, layer.slots, [50], [2], unfinished=15)
     assert kept[:, 85:100].all()
     assert kept.sum(-1).tolist() == [50, 50]
+
+
+@pytest.mark.parametrize("kv_heads", [(2, 2, 2), (1, 3, 2)])
+@pytest.mark.parametrize("allocator", ["uniform", "pyramid", "pooled"])
+@pytest.mark.parametrize("name", ["h2o", "knorm"])
+def test_layers_selected_at_once_keep_what_each_keeps_alone(
+    name: str, allocator: str, kv_heads: tuple[int, ...]
+) -> None:
+    """H2O's recent tokens depend on the layer's budget."""
+    method = KVCacheParams(policy=name, budget="30%", allocator=allocator, sinks=2, window=8).method
+    quotas = method.quotas(100, layers=3, token_bytes=1)
+    slots = fresh_layer(kv_heads=6, group=1, length=100).slots
+    scores = torch.rand(slots.live.shape, generator=torch.Generator().manual_seed(0))
+    kept = method.select(scores, slots, quotas, kv_heads)
+    lane = 0
+    for quota, heads in zip(quotas, kv_heads, strict=True):
+        lanes = slice(lane, lane + heads)
+        alone = method.select(scores[lanes], slots.of_lanes(lane, lane + heads), [quota], [heads])
+        assert torch.equal(kept[lanes], alone)
+        assert int(alone.sum()) == heads * quota
+        lane += heads
 
 
 def test_nan_is_an_error_that_names_the_policy_and_dead_slots_may_have_it() -> None:

@@ -17,7 +17,7 @@ def lane(*positions: int, length: int | None = None) -> LayerSlots:
 
 
 def kept_positions(scores: list[float], slots: LayerSlots, count: int, *, sinks: int = 0, window: int = 0) -> list[int]:
-    mask = keep_mask(torch.tensor([scores]), slots, count, sinks=sinks, window=window)
+    mask = keep_mask(torch.tensor([scores]), slots, count, slots.protected(sinks=sinks, window=window))
     return sorted(slots.positions[mask].tolist())
 
 
@@ -60,7 +60,7 @@ def test_minus_infinity_goes_first_but_stays_where_there_is_room() -> None:
 
 def test_heads_may_keep_different_numbers() -> None:
     slots = LayerSlots(positions=torch.arange(6).repeat(3, 1), live=torch.ones((3, 6), dtype=torch.bool), length=6)
-    mask = keep_mask(torch.rand((3, 6)), slots, torch.tensor([1, 4, 99]), sinks=0, window=0)
+    mask = keep_mask(torch.rand((3, 6)), slots, torch.tensor([1, 4, 99]), slots.protected(sinks=0, window=0))
     assert mask.sum(-1).tolist() == [1, 4, 6]
 
 
@@ -86,6 +86,6 @@ def test_it_is_what_a_slot_by_slot_computation_keeps(data: st.DataObject) -> Non
     slots = LayerSlots(positions=positions, live=live, length=length)
     scores = torch.randint(0, data.draw(st.integers(1, 8)), positions.shape, generator=generator).float()
     count, sinks, window = (data.draw(st.integers(0, length + 2)) for _ in range(3))
-    mask = keep_mask(scores, slots, count, sinks=sinks, window=window)
+    mask = keep_mask(scores, slots, count, slots.protected(sinks=sinks, window=window))
     found = [set(row.nonzero().flatten().tolist()) for row in mask]
     assert found == reference(scores, slots, count, sinks, window)

@@ -120,6 +120,7 @@ class ShadowMemory:
     """What each slot of each frame holds, and the engine's ways to move it."""
 
     lanes = LANES
+    token_bytes = 12 * LANES
     device = torch.device("cpu")
 
     def __init__(self) -> None:

@@ -314,7 +314,8 @@ def test_usage_says_what_was_kept_and_what_was_freed(model: LlamaModel) -> None:
     usage = request.kv_usage
     assert usage is not None
     assert (usage.policy, usage.compactions, usage.tokens, usage.kept_tokens) == ("knorm", 1, 320, 80.0)
-    assert usage.frames_freed == (20 - 5) * engine.kv.store.lanes
+    assert usage.kept_bytes == 80 * model.spec.geometry(PAGE).token_bytes
+    assert (usage.frames_freed, usage.blocks_freed) == ((20 - 5) * engine.kv.store.lanes, 20 - 5)
 
 
 @pytest.mark.parametrize(

@@ -221,14 +221,17 @@ def _check_body(index: int, body: Body, geometry: KVGeometry, blocks: int) -> in
         raise ValueError(
             f"run {index} has a body with a lane of {wrong} slots, its {columns} frames of {page} hold {columns * page}"
         )
-    is_live = np.arange(columns) < -(-lengths // page)[:, None]
-    is_wrong = is_live & (frames < lanes)
-    if columns and int(frames.max()) >= blocks * lanes:
-        is_wrong |= is_live & (frames >= blocks * lanes)
+    if not longest:
+        return 0
+    is_outside = frames < lanes  # the null block's
+    if int(frames.max()) >= blocks * lanes:
+        is_outside |= frames >= blocks * lanes
+    first = is_outside.argmax(axis=1)
+    is_wrong = is_outside[np.arange(lanes), first] & (first * page < lengths)
     if is_wrong.any():
-        lane, column = np.argwhere(is_wrong)[0].tolist()
+        lane = int(is_wrong.argmax())
         raise ValueError(
-            f"run {index} has a body with frame {int(frames[lane, column])} in lane {lane}: live frames are "
+            f"run {index} has a body with frame {int(frames[lane, first[lane]])} in lane {lane}: live frames are "
             f"{lanes}..{blocks * lanes - 1}, those before are the null block's"
         )
     return longest

@@ -93,6 +93,8 @@ def as_json(output: Any) -> dict[str, Any]:
         for text in output.outputs
     ]
     result = {**choices[0], "usage": output.usage, "kv": asdict(output.kv)}
+    if output.kv_cache is not None:
+        result["kv_cache"] = asdict(output.kv_cache)
     if output.prompt_logprobs is not None:
         result["prompt_logprobs"] = [entry and _plain(entry) for entry in output.prompt_logprobs]
     return result | ({"choices": choices} if len(choices) > 1 else {})

@@ -2,7 +2,8 @@
 
     method = KVCacheParams(policy="snapkv", budget="25%").method
     quotas = method.quotas(length, layers=layers, token_bytes=token_bytes)
-    kept, scores = method.keep(LayerView(layer=0, budget=quotas[0], needs=method.policy.needs, ...))
+    scores = method.score(LayerView(layer=0, budget=quotas[0], needs=method.policy.needs, ...))  # and so on, joined
+    kept = method.select(scores, slots, quotas, kv_heads)
 
 - `policy.Policy`: the contract of a policy; `policies`: the built-in ones, a page each; `registry`: all by name.
 - `view.LayerView`: what a policy sees of one layer of one row, out of `slots` and `signals`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, inf
 from typing import ClassVar, Protocol
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvikk.compress.options import check_between
-from kvikk.compress.select import best_first
+from kvikk.compress.select import ranking
 from kvikk.compress.slots import LayerSlots
 
 
@@ -34,16 +35,16 @@ class Allocator(Protocol):
         """
         ...
 
-    def over_heads(self, budget: int, scores: Tensor, slots: LayerSlots, protected: Tensor) -> Tensor:
-        """Slots that each KV head of a layer keeps: `[kv_heads]` int64, on the device of the scores.
+    def over_heads(self, budgets: Sequence[int], scores: Tensor, slots: LayerSlots, protected: Tensor) -> Tensor:
+        """Slots that each KV head of some layers keeps: `[lanes]` int64, on the device of the scores.
 
-        They add up to `kv_heads * budget`, or to what is alive or protected where that is fewer or more.
+        A layer's add up to its KV heads times its budget, or to what is alive or protected where that is fewer or more.
 
         Args:
-            budget: slots that the layer's lanes keep on average.
-            scores: `[kv_heads, slots]` fp32.
+            budgets: for each of the layers, slots that its lanes keep on average.
+            scores: `[lanes, slots]` fp32, layer after layer, each with the same number of KV heads.
             slots: which token each slot holds.
-            protected: `[kv_heads, slots]` bool, live slots that are kept in any case.
+            protected: `[lanes, slots]` bool, live slots that are kept in any case.
         """
         ...
 
@@ -58,9 +59,9 @@ class Uniform:
         """The budget for each."""
         return [budget] * layers
 
-    def over_heads(self, budget: int, scores: Tensor, slots: LayerSlots, protected: Tensor) -> Tensor:
-        """The budget for each."""
-        return torch.full((len(scores),), budget, device=scores.device)
+    def over_heads(self, budgets: Sequence[int], scores: Tensor, slots: LayerSlots, protected: Tensor) -> Tensor:
+        """The layer's budget for each."""
+        return over_lanes(budgets, scores)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,20 +105,26 @@ class Pooled(Uniform):
     def __post_init__(self) -> None:
         check_between(self, 0, 1, "safeguard")
 
-    def over_heads(self, budget: int, scores: Tensor, slots: LayerSlots, protected: Tensor) -> Tensor:
-        """How many of the layer's best slots are a head's."""
+    def over_heads(self, budgets: Sequence[int], scores: Tensor, slots: LayerSlots, protected: Tensor) -> Tensor:
+        """How many of a layer's best slots are each head's."""
+        layers, live = len(budgets), slots.live
+        of_layer = over_lanes(budgets, scores)
         own = protected.sum(-1)
-        spare = (budget - own).clamp(min=0)
-        safe = (spare * self.safeguard).floor().long()
+        spare = (of_layer - own).clamp(min=0)
+        safe = (spare * self.safeguard).long()
         if self.safeguard > 0:
             safe = torch.minimum(safe.clamp(min=1), spare)
-        order = best_first(scores, slots, protected)
-        place = torch.arange(order.shape[1], device=order.device).expand_as(order)
-        is_safe = torch.zeros_like(protected).scatter(-1, order, place < (own + safe)[:, None]) & slots.live
-        layer = LayerSlots(positions=slots.positions.view(1, -1), live=slots.live.view(1, -1), length=slots.length)
-        best = best_first(scores.view(1, -1), layer, is_safe.view(1, -1))[0, : len(scores) * budget]
-        chosen = torch.zeros_like(slots.live).view(-1).index_fill(0, best, True).view_as(slots.live)
-        return (chosen & slots.live).sum(-1)
+        is_safe = live & (ranking(scores, slots, protected) < (own + safe)[:, None])
+        pool = LayerSlots(positions=slots.positions.view(layers, -1), live=live.view(layers, -1), length=slots.length)
+        rank = ranking(scores.view(layers, -1), pool, is_safe.view(layers, -1)).view_as(live)
+        return (live & (rank < (of_layer * (len(live) // layers))[:, None])).sum(-1)
+
+
+def over_lanes(numbers: Sequence[int], like: Tensor) -> Tensor:
+    """A number of each layer, said of each of its lanes: `[lanes]` int64, on the device of `[lanes, ...]`."""
+    if len(set(numbers)) == 1:  # nothing to copy to the device
+        return torch.full((len(like),), numbers[0], device=like.device)
+    return torch.tensor(numbers, device=like.device).repeat_interleave(len(like) // len(numbers))
 
 
 def _rounded(exact: list[float], total: int) -> list[int]:

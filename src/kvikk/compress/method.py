@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import torch
 from torch import Tensor
 
-from kvikk.compress.allocators import Allocator
+from kvikk.compress.allocators import Allocator, over_lanes
 from kvikk.compress.budgets import Budget
 from kvikk.compress.policy import Policy, recent_tokens, score_layer
 from kvikk.compress.select import keep_mask
+from kvikk.compress.slots import LayerSlots
 from kvikk.compress.view import LayerView
 
 
@@ -18,10 +22,9 @@ class Method:
     """How the KV of a row is kept small.
 
         quotas = method.quotas(length, layers=layers, token_bytes=token_bytes)
-        for layer in range(layers):
-            view = LayerView(layer=layer, budget=quotas[layer], needs=method.policy.needs, ...)
-            kept, scores = method.keep(view)
-        check_scores(method.name, all_scores, all_live)          # waits for the device, once
+        scores = torch.cat([method.score(view_of(layer, quotas[layer])) for layer in range(layers)])
+        kept = method.select(scores, slots, quotas, kv_heads)  # of all layers at once
+        check_scores(method.name, scores, slots.live)          # waits for the device
 
     Args:
         name: of the policy.
@@ -62,16 +65,38 @@ class Method:
         wanted = min(recent_tokens(self.policy, budget), budget - self.sinks)
         return max(self.window, unfinished, wanted)
 
-    def keep(self, view: LayerView, unfinished: int = 0) -> tuple[Tensor, Tensor]:
-        """What stays of a layer: the mask and the scores, each `[kv_heads, slots]`.
-
-        The mask means nothing until the scores were looked at by `check_scores`.
+    def score(self, view: LayerView) -> Tensor:
+        """The policy's scores, `[kv_heads, slots]` fp32; `check_scores` looks at them.
 
         Raises:
             PolicyFailed: the policy broke its contract.
         """
-        scores = score_layer(self.name, self.policy, view)
-        sinks, window = self.sinks, self.recent(view.budget, unfinished)
-        protected = view.slots.protected(sinks=sinks, window=window)
-        counts = self.allocator.over_heads(view.budget, scores, view.slots, protected)
-        return keep_mask(scores, view.slots, counts, sinks=sinks, window=window), scores
+        return score_layer(self.name, self.policy, view)
+
+    def select(
+        self, scores: Tensor, slots: LayerSlots, quotas: Sequence[int], kv_heads: Sequence[int], unfinished: int = 0
+    ) -> Tensor:
+        """What stays of some layers, `[lanes, slots]` bool. It means nothing where a score is NaN.
+
+        Args:
+            scores: `[lanes, slots]` fp32, layer after layer.
+            slots: of these lanes.
+            quotas: of these layers.
+            kv_heads: of these layers.
+            unfinished: tokens of the last, partly filled block.
+        """
+        if len(set(kv_heads)) > 1:  # layers that differ are ranked one by one
+            ends = list(accumulate(kv_heads))
+            each = zip(quotas, kv_heads, ends, strict=True)
+            return torch.cat(
+                [
+                    self.select(
+                        scores[end - heads : end], slots.of_lanes(end - heads, end), [quota], [heads], unfinished
+                    )
+                    for quota, heads, end in each
+                ]
+            )
+        recent = [self.recent(quota, unfinished) for quota in quotas]
+        protected = slots.protected(sinks=self.sinks, window=over_lanes(recent, scores)[:, None])
+        counts = self.allocator.over_heads(quotas, scores, slots, protected)
+        return keep_mask(scores, slots, counts, protected)

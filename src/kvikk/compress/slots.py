@@ -32,8 +32,17 @@ class LayerSlots:
         """`[kv_heads, slots]` int64: each lane's slots from its first position to its last, then the dead ones."""
         return torch.where(self.live, self.positions, self.length).argsort(dim=-1, stable=True)
 
-    def protected(self, *, sinks: int, window: int) -> Tensor:
-        """`[kv_heads, slots]` bool: live slots of the row's first `sinks` positions and of its last `window`."""
+    def of_lanes(self, start: int, stop: int) -> LayerSlots:
+        """Those of lanes `start..stop - 1`."""
+        return LayerSlots(positions=self.positions[start:stop], live=self.live[start:stop], length=self.length)
+
+    def protected(self, *, sinks: int, window: Tensor | int) -> Tensor:
+        """`[kv_heads, slots]` bool: live slots of the row's first `sinks` positions and of its last `window`.
+
+        Args:
+            sinks: first positions of the row.
+            window: last positions of the row; `[kv_heads, 1]` where lanes differ.
+        """
         is_recent = self.positions >= self.length - window
         return self.live & ((self.positions < sinks) | is_recent)
 

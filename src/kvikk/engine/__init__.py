@@ -3,6 +3,7 @@
 - `core.Engine`: `add`, `abort`, `step`, `check`; read this first.
 - `scheduler`: which rows compute what in a step, and whose memory pays.
 - `request`: requests, rows, and the segments they still have to compute.
+- `kv`: blocks, bodies of compressed rows and the prefix cache as one memory; `compressor` asks policies what stays.
 - `runner`: a step on a real model; `sampler` and `noise`: from logits to tokens.
 - `build`: from a loaded model and a config to an engine.
 
@@ -15,7 +16,7 @@ from kvikk.engine.config import EngineConfig, SchedulerConfig
 from kvikk.engine.core import Engine, EngineOutput
 from kvikk.engine.limits import EngineLimits
 from kvikk.engine.logprobs import Logprob
-from kvikk.engine.request import FinishReason, Request
+from kvikk.engine.request import FinishReason, KVCacheUsage, Request
 from kvikk.engine.sampler import SampledToken
 from kvikk.engine.sampling_params import SamplingParams, recommended_sampling
 
@@ -26,6 +27,7 @@ __all__ = [
     "EngineLimits",
     "EngineOutput",
     "FinishReason",
+    "KVCacheUsage",
     "Logprob",
     "Request",
     "SampledToken",

@@ -93,7 +93,6 @@ class PolicyCompressor:
         )
         frames = torch.from_numpy(held.frames).to(self._store.device)
         remembered = self._remembered(row, method, held)
-        kept: list[Tensor] = []
         scores: list[Tensor] = []
         for layer, quota in enumerate(quotas):
             lanes = slice(geometry.first_frame[layer], geometry.first_frame[layer] + geometry.kv_heads[layer])
@@ -112,13 +111,12 @@ class PolicyCompressor:
                 remembers=state_names(method.policy),
                 states=of_layer,
             )
-            mask, of_slots = method.keep(view, unfinished)
-            kept.append(mask)
-            scores.append(of_slots)
+            scores.append(method.score(view))
             for name, values in remembered.items():
                 values[lanes] = view.attention_mass if name == MASS else view.state(name)
         check_scores(method.name, torch.cat(scores), held.live)
-        keep = torch.cat(kept)
+        everything = LayerSlots(positions=held.positions.long(), live=held.live, length=row.front)
+        keep = method.select(torch.cat(scores), everything, quotas, geometry.kv_heads, unfinished)
         return Choice(keep, keep.sum(1).cpu().numpy(), remembered)
 
     def _signals(

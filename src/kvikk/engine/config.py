@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvikk.compress import KVCacheParams
+from kvikk.compress.flags import KVCacheConfig
 from kvikk.errors import ConfigError
 from kvikk.memory import MemoryConfig
 from kvikk.models.config import ModelConfig
@@ -62,7 +62,7 @@ class EngineConfig:
         scheduler: rows and tokens of a step.
         memory: the KV pool.
         enable_prefix_caching: keep finished blocks for requests that start alike.
-        kv_cache: what is kept of requests that do not say it themselves; None: everything.
+        kv_cache: what is kept of requests that do not say it themselves.
         numerics: `fast`, or `exact`: texts and log-probabilities are the same to the bit alone and in any batch, cached
             and computed, in any chunks and after preemption; slower, and for the Llama family only.
         enforce_eager: on a GPU, capture no graphs: a faster start and less memory, and slower steps.
@@ -73,7 +73,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     enable_prefix_caching: bool = True
-    kv_cache: KVCacheParams | None = None
+    kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
     numerics: Numerics = "fast"
     enforce_eager: bool = False
     seed: int = 0

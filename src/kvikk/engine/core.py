@@ -17,7 +17,7 @@ from kvikk.engine.history import TokenHistory
 from kvikk.engine.kv import Compressor, KVBytes, KVMemory
 from kvikk.engine.limits import EngineLimits
 from kvikk.engine.logprobs import Logprob
-from kvikk.engine.request import FinishReason, Request, Row
+from kvikk.engine.request import FinishReason, KVCacheUsage, Request, Row
 from kvikk.engine.sampler import SampledToken
 from kvikk.engine.sampling_params import SamplingParams
 from kvikk.engine.scheduler import Scheduler
@@ -162,6 +162,7 @@ class Engine:
             stop_ids=eos | frozenset(params.stop_tokens),
             arrival_s=self._clock(),
             kv_cache=kv_cache,
+            kv_usage=None if kv_cache is None else KVCacheUsage(kv_cache.policy),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             is_plain=grammar is None and not params.has_penalties and not params.logit_bias and params.logprobs is None,
         )
@@ -365,9 +366,9 @@ class Engine:
         Raises:
             InvalidRequest: it cannot be done, or cannot be understood.
         """
-        asked = self._config.kv_cache
+        asked = self._config.kv_cache.params
         if params.kv_cache is not None:
-            asked = KVCacheParams.from_dict(params.kv_cache, self._config.kv_cache)
+            asked = KVCacheParams.from_dict(params.kv_cache, asked)
         if asked is None or asked.is_full:
             return None
         if self.kv.compressor is None:

@@ -31,6 +31,11 @@ class KVBytes(Protocol):
         ...
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of KV that one token takes over all lanes."""
+        ...
+
+    @property
     def device(self) -> torch.device:
         """Where masks and positions of slots live."""
         ...
@@ -229,11 +234,7 @@ class KVMemory:
         row.body, row.blocks = plan.body, row.blocks[len(folded) :]
         if drops and row.exact_until is None:
             row.exact_until = row.front
-        row.request.note_compaction(
-            tokens=row.front,
-            kept=float(choice.counts.mean()),
-            frames_freed=frames_before - len(self._owned(plan.body)),
-        )
+        self._note(row, float(choice.counts.mean()), frames_before - len(self._owned(plan.body)))
         self._count(row)
         return True
 
@@ -290,6 +291,16 @@ class KVMemory:
             page_size=self.page_size,
             device=self.store.device,
         )
+
+    def _note(self, row: Row, kept: float, frames_freed: int) -> None:
+        """Tell the request what came of a compaction."""
+        usage = row.request.kv_usage
+        assert usage is not None
+        usage.compactions += 1
+        usage.tokens, usage.kept_tokens = row.front, kept
+        usage.kept_bytes = round(kept * self.store.token_bytes)
+        usage.frames_freed += frames_freed
+        usage.blocks_freed = usage.frames_freed // self.store.lanes
 
     def _count(self, row: Row) -> None:
         assert row.body is not None

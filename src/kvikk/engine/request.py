@@ -69,14 +69,18 @@ class KVCacheUsage:
         compactions: how often a row was compacted.
         tokens: logical tokens of the row that was compacted last, at that time.
         kept_tokens: of them, those it kept, in the mean over lanes.
+        kept_bytes: of these, over all lanes.
         frames_freed: given back to the pool, less those taken to copy to.
+        blocks_freed: what those amount to.
     """
 
     policy: str
     compactions: int = 0
     tokens: int = 0
     kept_tokens: float = 0.0
+    kept_bytes: int = 0
     frames_freed: int = 0
+    blocks_freed: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -112,14 +116,6 @@ class Request:
         if self.prompt_logprobs is None:
             return NONE_SCORED
         return range(len(self.prompt_logprobs) - 1, min(stop, len(self.prompt_token_ids) - 1))
-
-    def note_compaction(self, *, tokens: int, kept: float, frames_freed: int) -> None:
-        """A row was compacted."""
-        assert self.kv_cache is not None
-        self.kv_usage = self.kv_usage or KVCacheUsage(self.kv_cache.policy)
-        self.kv_usage.compactions += 1
-        self.kv_usage.tokens, self.kv_usage.kept_tokens = tokens, kept
-        self.kv_usage.frames_freed += frames_freed
 
     def note_block(self) -> None:
         """One of the rows took a fresh block."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvikk.engine import KVCacheUsage
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -54,6 +56,8 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     kv: KVUsage | None = None
+    kv_cache: KVCacheUsage | None = None
+    """What compression did for it; None: it is not compressed."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each token of the prompt, None for the first; when asked for, and once the first token has come."""
     first_token_s: float | None = None

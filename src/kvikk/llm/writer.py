@@ -210,6 +210,7 @@ class RequestWriter:
                 size_bytes=blocks * self._geometry.block_bytes,
                 tokens=blocks * self._geometry.page_size,
             ),
+            kv_cache=self.request.kv_usage,
             prompt_logprobs=self._prompt_logprobs,
             first_token_s=self._first_token_s,
         )

@@ -119,8 +119,8 @@ class FramePool:
         """Empty the `blocks` emptiest split blocks, which are free afterwards.
 
         Returns:
-            `[moved]` sources, ascending, and targets. The caller copies the frames' bytes before anything writes to the pool, and
-            hands both to `Body.relocate` of every body.
+            `[moved]` sources, ascending, and targets. The caller copies the frames' bytes before anything writes to
+            the pool, and hands both to `Body.relocate` of every body.
 
         Raises:
             OutOfBlocks: `blocks` is more than `joinable`; nothing changed.

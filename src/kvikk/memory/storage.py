@@ -55,6 +55,11 @@ class KVStore:
         """Frames of a block."""
         return self.geometry.frames_per_block
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of KV that one token takes over all lanes."""
+        return self.geometry.token_bytes
+
     def layer(self, layer: int) -> Tensor:
         """A view of one layer: `[blocks, kv_heads, 2, page_size, head_dim]`, strided by whole blocks."""
         first = self.geometry.first_frame[layer]

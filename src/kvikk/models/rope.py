@@ -90,9 +90,12 @@ def signed_table(cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_frequencies(table: Tensor) -> Tensor:
-    """Radians a position of each pair of dimensions, `[rotary_dim / 2]` fp32, from a table of positions 0 and 1 in fp32.
+    """Radians a position of each pair of dimensions, from a table that has positions 0 and 1 in fp32.
 
     A factor on cosine and sine, as YaRN has one, is no part of it.
+
+    Returns:
+        `[rotary_dim / 2]` fp32.
     """
     cos, sin = table[1].chunk(2, dim=-1)[1]
     return torch.atan2(sin, cos)

@@ -209,6 +209,7 @@ class EngineLoop:
             stop_token_id=out.stop_token_id,
             failure=None if out.error is None else failure_of(out.error),
             start=start,
+            kv_cache=request.kv_usage,
         )
 
     # Commands

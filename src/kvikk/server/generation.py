@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvikk.engine import FinishReason, SamplingParams
+from kvikk.engine import FinishReason, KVCacheUsage, SamplingParams
 from kvikk.llm import Logprob
 from kvikk.llm.writer import Piece, TextWriter, decoded_prompt
 from kvikk.server.client import Submitted
@@ -44,6 +44,7 @@ class Generation:
     ) -> None:
         self.prompt_token_ids = list(prompt_token_ids)
         self.start: Start | None = None
+        self.kv_cache: KVCacheUsage | None = None
         self._tokenizer = tokenizer
         self._submitted = submitted
         self._timeline = timeline
@@ -111,6 +112,7 @@ class Generation:
         for out in batch:
             if out.start is not None:
                 self.start = out.start
+            self.kv_cache = out.kv_cache
             if out.start is not None and out.token is not None:
                 self._timeline.prefilled(now_s, queued_s=out.start.queued_s, cached_tokens=out.start.cached_tokens)
             if out.failure is not None:

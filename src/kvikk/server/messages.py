@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvikk.engine import Logprob, SampledToken, SamplingParams
+from kvikk.engine import KVCacheUsage, Logprob, SampledToken, SamplingParams
 
 # Commands
 
@@ -104,6 +104,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     stop_token_id: int | None = None
     failure: Failure | None = None
     start: Start | None = None
+    kv_cache: KVCacheUsage | None = None
+    """What compression did for the request so far; None: it is never compressed."""
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

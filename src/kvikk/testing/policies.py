@@ -126,7 +126,7 @@ class PolicyConformance:
         for what, layer in layers().items():
             slots, scores = layer.slots, _scores(policy, layer)
             for count in (1, 17, 60, 1000):
-                kept = keep_mask(scores, slots, count, sinks=2, window=5)
+                kept = keep_mask(scores, slots, count, slots.protected(sinks=2, window=5))
                 protected = slots.protected(sinks=2, window=5)
                 wanted = slots.live.sum(-1).clamp(max=count).maximum(protected.sum(-1))
                 assert torch.equal(kept.sum(-1), wanted), f"{what}: {kept.sum(-1)} kept of {count}"

@@ -6,12 +6,13 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
+from kvikk.engine import KVCacheUsage
 from kvikk.llm.writer import Piece
 from kvikk.server.generation import Generation
 from kvikk.server.openai.requests import GenerationBody
-from kvikk.server.openai.responses import PromptTokensDetails, Usage
+from kvikk.server.openai.responses import KVCacheDetails, PromptTokensDetails, Usage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,16 @@ def usage_of(generations: Sequence[Generation]) -> Usage:
         prompt_tokens_details=PromptTokensDetails(
             cached_tokens=sum(generation.cached_tokens for generation in generations)
         ),
+        kv_cache=_kv_cache([generation.kv_cache for generation in generations if generation.kv_cache is not None]),
     )
+
+
+def _kv_cache(usages: Sequence[KVCacheUsage]) -> KVCacheDetails | None:
+    """The sum over the prompts of a request; None where nothing is compressed."""
+    if not usages:
+        return None
+    counts = {each.name: sum(getattr(usage, each.name) for usage in usages) for each in fields(KVCacheUsage)[1:]}
+    return KVCacheDetails(policy=usages[0].policy, **counts)
 
 
 async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece]]:

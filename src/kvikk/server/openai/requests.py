@@ -100,6 +100,9 @@ class GenerationBody(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    kv_cache: dict[str, Any] | None = Field(
+        default=None, description="What is kept of the KV: policy, budget, trigger and so on, over the server's own."
+    )
     cache_salt: str | None = Field(
         default=None, max_length=256, description="Only requests with the same salt share cached prefixes."
     )
@@ -170,4 +173,7 @@ class PinBody(Body):
     name: str = Field(min_length=1, max_length=256)
     prompt: str | Annotated[list[TokenId], Field(min_length=1)] | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    kv_cache: dict[str, Any] | None = Field(
+        default=None, description="What is kept of the KV: policy, budget, trigger and so on, over the server's own."
+    )
     cache_salt: str | None = Field(default=None, max_length=256)

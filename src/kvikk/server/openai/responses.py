@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 
 class Problem(BaseModel):
@@ -28,13 +28,36 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class KVCacheDetails(BaseModel):
+    """What was kept of the request's KV, at its last compaction: the sum over the prompts of a request.
+
+    `kept_tokens` is the mean over KV heads and layers. Frames and blocks were given back over the request's life.
+    """
+
+    policy: str
+    compactions: int
+    tokens: int
+    kept_tokens: float
+    kept_bytes: int
+    frames_freed: int
+    blocks_freed: int
+
+
 class Usage(BaseModel):
-    """Tokens of a request."""
+    """Tokens of a request. `kv_cache` is there where the cache is compressed; OpenAI does not have it."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    kv_cache: KVCacheDetails | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if self.kv_cache is None:
+            fields.pop("kv_cache", None)
+        return fields
 
 
 class TopLogprob(BaseModel):

@@ -27,6 +27,7 @@ PASSED_ON = (
     "min_tokens",
     "skip_special_tokens",
     "prompt_logprobs",
+    "kv_cache",
 )
 """Fields that mean the same in `SamplingParams`."""
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
