@@ -49,7 +49,7 @@ def test_the_python_of_a_page_runs(page: str) -> None:
     found = blocks(page, "python")
     assert found
     code = "\n".join(found).replace("\n...\n", "\n")
-    exec(compile(code, page, "exec"), {})
+    exec(compile(code, page, "exec", dont_inherit=True), {})
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -69,7 +69,7 @@ def test_the_commands_of_a_page_run(page: str, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("page", [page for page in HOW_TO if blocks(page, "python")])
 def test_the_python_of_a_how_to_page_runs(page: str, address: str) -> None:
     code = "\n".join(blocks(page, "python")).replace(ADDRESS, address)
-    exec(compile(code, page, "exec"), {})
+    exec(compile(code, page, "exec", dont_inherit=True), {})
 
 
 @pytest.mark.parametrize("page", [page for page in HOW_TO if blocks(page, "bash")])

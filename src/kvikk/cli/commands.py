@@ -12,6 +12,7 @@ from types import ModuleType
 COMMANDS = {
     "serve": "an OpenAI-compatible server",
     "bench": "latency, throughput, loads on any server, and the GPU path in parts",
+    "eval": "what a smaller KV cache costs: quality beside bytes beside speed",
     "calibrate": "measure this GPU, so that each step takes its fastest attention",
     "generate": "continue one or several prompts",
     "chat": "talk with the model",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvikk.attention import AttentionBackend, attention_backend
@@ -61,6 +62,9 @@ class Capacity:
         )
 
 
+MakeRunner = Callable[[CausalLM, KVStore, AttentionBackend, EngineConfig, Capacity], Runner]
+
+
 def plan_capacity(loaded: LoadedModel, config: EngineConfig, blocks: int, geometry: KVGeometry) -> Capacity:
     """Settle the longest sequence within `blocks` blocks.
 
@@ -85,8 +89,15 @@ def plan_capacity(loaded: LoadedModel, config: EngineConfig, blocks: int, geomet
     return Capacity(geometry=geometry, blocks=blocks, max_model_len=max_model_len, length_reason=reason)
 
 
-def build_engine(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, Capacity]:
+def build_engine(
+    loaded: LoadedModel, config: EngineConfig, make_runner: MakeRunner | None = None
+) -> tuple[Engine, Capacity]:
     """Make the pool, the attention backend and the engine for a model.
+
+    Args:
+        loaded: the model.
+        config: limits and switches.
+        make_runner: makes what computes the steps; None: `fastest_runner`.
 
     Raises:
         ConfigError: the memory is too small, the length does not fit it, or the model was loaded for other numerics.
@@ -104,7 +115,7 @@ def build_engine(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, Cap
     store = KVStore(geometry, blocks + 1, device)
     backend = attention_backend("auto", store, numerics=config.numerics)
     backend.warm_up()
-    runner = _runner(model, store, backend, config, capacity)
+    runner = (make_runner or fastest_runner)(model, store, backend, config, capacity)
     keyspace = KeySpace(
         model=spec.fingerprint,
         rope=spec.rope,
@@ -126,7 +137,7 @@ def build_engine(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, Cap
     return engine, capacity
 
 
-def _runner(
+def fastest_runner(
     model: CausalLM, store: KVStore, backend: AttentionBackend, config: EngineConfig, capacity: Capacity
 ) -> Runner:
     """What computes the steps: captured graphs where GPU and model can, else the model called step by step."""
@@ -143,13 +154,14 @@ def _runner(
         max_model_len=capacity.max_model_len,
         numerics=config.numerics,
         enforce_eager=config.enforce_eager,
+        ragged=config.kv_cache.params is not None,
     )
     runner.warm_up()
     return runner
 
 
-def load_engine(config: EngineConfig) -> tuple[LoadedModel, Engine, Capacity]:
-    """Load the model that the config names, and make its engine.
+def load_engine(config: EngineConfig, make_runner: MakeRunner | None = None) -> tuple[LoadedModel, Engine, Capacity]:
+    """Load the model that the config names, and make its engine; see `build_engine`.
 
     Raises:
         ConfigError: an option cannot be honoured.
@@ -167,4 +179,4 @@ def load_engine(config: EngineConfig) -> tuple[LoadedModel, Engine, Capacity]:
         tokenizer=chosen.tokenizer,
         numerics=config.numerics,
     )
-    return loaded, *build_engine(loaded, config)
+    return loaded, *build_engine(loaded, config, make_runner)

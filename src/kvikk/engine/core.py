@@ -220,7 +220,8 @@ class Engine:
         one's, and the host works while the device does.
         """
         self._collect(down_to=1)
-        self._compact(self.scheduler.due)
+        if self.scheduler.due:
+            self._compact()
         plan = self.scheduler.schedule()
         if plan.rows:
             self._idle_steps = 0
@@ -291,14 +292,18 @@ class Engine:
         self.scheduler.commit(scheduled for scheduled, result in results if result.tokens or not scheduled.samples)
         for scheduled, result in results:
             self._outputs += self._advance(scheduled, result)
-        for scheduled, _ in results:  # when all have their tokens: making room can take a row's memory
+        for scheduled, _ in results:
             if scheduled.row.compress_at is not None:
-                self._compact(scheduled.row.request.rows)
+                self.scheduler.note_due(scheduled.row.request.rows)
 
-    def _compact(self, rows: list[Row]) -> None:
-        """Compact those of the rows that are at their triggers."""
-        for row in list(rows):
-            if not row.is_due:  # or not any more: the one before it may have taken its memory
+    def _compact(self) -> None:
+        """Compact the rows that are at their triggers, but for those that a step in flight still computes.
+
+        Between two plans: making room for one row can take the memory of another.
+        """
+        flying = {scheduled.row for step in self._in_flight for scheduled in step.plan.rows}
+        for row in [row for row in self.scheduler.due if row not in flying]:
+            if not row.is_due:  # the row before it has taken its memory
                 continue
             try:
                 is_done = self.kv.compact(row, self.scheduler.find_room)
@@ -307,9 +312,8 @@ class Engine:
                 self._outputs += self._fail(row, failure)
                 continue
             if is_done:
+                self.scheduler.due.remove(row)
                 self._plan_compression(row)
-                if row in self.scheduler.due:
-                    self.scheduler.due.remove(row)
 
     def _plan_compression(self, row: Row) -> None:
         """Find a row's next trigger."""

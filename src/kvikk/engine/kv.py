@@ -259,7 +259,9 @@ class KVMemory:
         assert row.saved is not None
         saved, row.saved = row.saved, None
         frames = self.frames.take(saved.frames)
-        row.body.frames[row.body.live_columns(self.page_size)] = frames
+        table = row.body.frames.copy()  # another one, so that whoever has told a device of it sees that it changed
+        table[row.body.live_columns(self.page_size)] = frames
+        row.body.frames = table
         row.blocks = self.pool.take(-(-(len(row.tokens) - row.tail_start) // self.page_size))
         self.store.restore(saved.bytes, frames, row.blocks[: saved.blocks])
         self._bodies.add(row.body)

@@ -33,7 +33,7 @@ class Scheduler:
         self.waiting: list[Row] = []
         self.running: list[Row] = []
         self.due: list[Row] = []
-        """Rows that came back at their trigger: they must be compacted before they can be planned."""
+        """Running rows at their triggers: they must be compacted before they can be planned again."""
         self.preemptions = 0
         self._kv = kv
         self._pool = kv.pool
@@ -54,7 +54,7 @@ class Scheduler:
         plan = StepPlan()
         prompts = []
         for row in list(self.running):
-            if not row.is_running:  # it has just been preempted
+            if not row.is_running or row.is_due:  # it has just been preempted, or waits to be compacted
                 continue
             missing = row.missing_tokens
             if missing > 1:
@@ -95,6 +95,10 @@ class Scheduler:
             if scheduled.row.is_running:
                 scheduled.row.give_back(scheduled.runs)
                 self._preempt(scheduled.row)
+
+    def note_due(self, rows: Iterable[Row]) -> None:
+        """Some of these rows may have reached their triggers."""
+        self.due += [row for row in rows if row.is_due and row not in self.due]
 
     def find_room(self, blocks: int, row: Row) -> bool:
         """Come nearer to having so many blocks free for a running row: by joining and eviction, or by one preemption.
@@ -208,9 +212,8 @@ class Scheduler:
                 if not self._resume(row):
                     return
                 seats -= 1
-                if row.is_due:
-                    self.due.append(row)
-                else:
+                self.note_due([row])
+                if not row.is_due:
                     plan.add(row, self._step_tokens - plan.tokens)
                 continue
             if row.waits_for is not None and self._prefix.is_claimed([row.waits_for]):

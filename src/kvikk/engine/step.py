@@ -29,6 +29,12 @@ class ScheduledRow(NamedTuple):
     scores: range
     front: int
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether the queries of some of its positions are wanted."""
+        watched = self.row.watched
+        return bool(watched) and any(run.stop > watched.start for run in self.runs)
+
 
 @dataclass(slots=True)
 class StepPlan:

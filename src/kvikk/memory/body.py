@@ -19,7 +19,7 @@ class Body:
 
     Lanes are layer-major: lane `first_frame[layer] + kv_head`. Slot s of a lane lies in its frame `s // page_size` at
     offset `s % page_size`, and slots `0..length-1` are live: a body has no holes. The order of slots says nothing,
-    `positions` does. A body changes only at compaction, between two steps; its frames are its own.
+    `positions` does. A body changes only between two steps, and `frames` is then another array; its frames are its own.
 
     Args:
         frames: `[lanes, columns]`, frame ids, contiguous; the null frame behind a lane's last.
@@ -53,4 +53,6 @@ class Body:
         if not len(sources):
             return
         at = np.minimum(np.searchsorted(sources, self.frames), len(sources) - 1)
-        self.frames = np.where(sources[at] == self.frames, targets[at], self.frames)
+        has_moved = sources[at] == self.frames
+        if has_moved.any():
+            self.frames = np.where(has_moved, targets[at], self.frames)

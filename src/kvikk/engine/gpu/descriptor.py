@@ -1,7 +1,7 @@
 """The step descriptor: everything irregular about a step, packed by the host into one buffer that is copied once.
 
 Layout, in int32 words: a header; `singles` records for rows with one query; `runs` records for rows with several; the
-`outputs` whose next token is wanted; the token ids of the runs; then, as many as there are, sampling commands and
+`outputs` whose next token is wanted; the token ids of the runs; then, as many as there are, commands to seats and
 table writes. Captured graphs read it at fixed places; what comes last is found through the header.
 """
 
@@ -23,8 +23,9 @@ RUN: Final = 4
 """Words of a run: seat, first position, tokens, first token (negated and less one: K and V are not stored)."""
 OUTPUT: Final = 2
 """Words of an output: token of the step, seat (-1: there is no such output)."""
-COMMAND: Final = 8
-"""Words of a sampling command: seat, temperature, top-k, top-p, min-p, seed (two words), choice."""
+COMMAND: Final = 9
+"""Words of a command to a seat: seat, temperature, top-k, top-p, min-p, seed (two words), choice, where its tail
+begins."""
 WRITE: Final = 2
 """Words of a table write: place in the flattened tables, block."""
 
@@ -43,12 +44,14 @@ class StepShape:
         runs: rows with several.
         tokens: queries of these runs.
         outputs: tokens whose successor is sampled.
+        ragged: rows may have bodies, which take a plan for each layer.
     """
 
     singles: int
     runs: int
     tokens: int
     outputs: int
+    ragged: bool = False
 
     @property
     def all_tokens(self) -> int:
@@ -87,6 +90,7 @@ class StepContent:
         tokens: of the runs.
         commands: flat, `COMMAND` numbers each.
         writes: flat, `WRITE` numbers each.
+        ragged: whether a row has a body.
     """
 
     singles: list[int] = field(default_factory=list)
@@ -95,6 +99,7 @@ class StepContent:
     tokens: list[int] = field(default_factory=list)
     commands: list[int] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
+    ragged: bool = False
 
     def words(self, shape: StepShape) -> int:
         """How long the packed descriptor is."""

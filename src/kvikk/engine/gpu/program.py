@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvikk.attention.gpu.attend import Partials
-from kvikk.attention.gpu.rows import DecodeRows, RunRows
+from kvikk.attention.gpu.rows import Bodies, DecodeRows, RunRows
 from kvikk.attention.gpu.step import GpuStep, Runs, Singles
 from kvikk.attention.gpu.worklist import WorkListDecode, WorkListRuns
 from kvikk.engine.gpu.descriptor import StepShape
@@ -41,6 +41,7 @@ class Machine:
         model: a `CausalLM` that hands packed heads to its attention.
         store: the pool.
         state: the seats.
+        bodies: of compressed rows, by seat.
         words: the descriptor on the device.
         numerics: of attention.
         workspace: shared.
@@ -49,6 +50,7 @@ class Machine:
     model: CausalLM
     store: KVStore
     state: SeatState
+    bodies: Bodies
     words: Tensor
     numerics: Numerics
     workspace: Workspace
@@ -68,21 +70,25 @@ class StepProgram:
         store, state, spec = machine.store, machine.state, machine.model.spec
         self.inputs = StepInputs(shape, store.device)
         max_slots = state.tables.shape[1] * store.geometry.page_size
+        bodies = None
+        if shape.ragged:  # the last frame of a body and the last block of a tail may both be part filled
+            bodies, max_slots = machine.bodies, max_slots + store.geometry.page_size
         numerics, shared = machine.numerics, machine.workspace.partials
         singles = runs = None
         if shape.singles:
-            rows = DecodeRows(state.tables, self.inputs.single_seats, self.inputs.single_lengths)
+            rows = DecodeRows(state.tables, self.inputs.single_seats, self.inputs.single_lengths, bodies)
             route = WorkListDecode(
-                store, spec.q_heads, shape.singles, max_slots=max_slots, numerics=numerics, shared=shared
-            )
+                store, spec.q_heads, shape.singles, max_slots=max_slots, ragged=shape.ragged, numerics=numerics,
+                shared=shared,
+            )  # fmt: skip
             singles = Singles(rows, route)
         if shape.runs:
             attention = WorkListRuns(
-                store, spec.q_heads, runs=shape.runs, tokens=shape.tokens, max_slots=max_slots, numerics=numerics,
-                shared=shared,
+                store, spec.q_heads, runs=shape.runs, tokens=shape.tokens, max_slots=max_slots,
+                ragged=shape.ragged, numerics=numerics, shared=shared,
             )  # fmt: skip
             i = self.inputs
-            run_rows = RunRows(state.tables, i.run_seats, i.run_starts, i.run_lengths, i.run_offsets)
+            run_rows = RunRows(state.tables, i.run_seats, i.run_starts, i.run_lengths, i.run_offsets, bodies)
             runs = Runs(run_rows, attention)
         self._step = GpuStep(store, singles, runs, self.inputs.slots, self.inputs.positions)
         outputs, device = shape.outputs, store.device

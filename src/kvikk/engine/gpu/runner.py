@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvikk.attention import AttentionBackend
+from kvikk.engine.gpu.bodies import BodyArena
 from kvikk.engine.gpu.descriptor import (
     COMMAND,
     FROM_DEVICE,
@@ -23,7 +24,7 @@ from kvikk.engine.gpu.descriptor import (
     StepShape,
 )
 from kvikk.engine.gpu.program import Machine, StepProgram, Workspace
-from kvikk.engine.gpu.seats import Mirror, SeatMap
+from kvikk.engine.gpu.seats import Mirror, SeatMap, seat_command
 from kvikk.engine.gpu.state import SeatState
 from kvikk.engine.runner import ModelRunner, sampling_tasks
 from kvikk.engine.sampler import SampledToken, sample
@@ -62,6 +63,7 @@ class GpuRunner:
         max_model_len: tokens of the longest sequence.
         numerics: of attention; the model is made for the same.
         enforce_eager: capture nothing.
+        ragged: capture also, at the start, what serves compressed rows; else that waits for the first of them.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class GpuRunner:
         max_model_len: int,
         numerics: Numerics = "fast",
         enforce_eager: bool = False,
+        ragged: bool = False,
     ) -> None:
         is_cuda = store.device.type == "cuda"
         page = store.geometry.page_size
@@ -89,10 +92,13 @@ class GpuRunner:
         largest = StepShape(singles=max_rows, runs=max_tokens, tokens=2 * max_tokens, outputs=2 * max_rows)
         words = largest.fixed_words + COMMAND * max_rows + 2 * TABLE_WRITES
         self._descriptor = DescriptorBuffer(words, store.device)
+        self._arena = BodyArena(seats, store.lanes, len(store.frames), page, store.device)
+        self._ragged = ragged
         self._machine = Machine(
             model=model,
             store=store,
             state=SeatState(seats, max_blocks, store.device),
+            bodies=self._arena.bodies,
             words=self._descriptor.device_words,
             numerics=numerics,
             workspace=Workspace(),
@@ -112,6 +118,8 @@ class GpuRunner:
         shapes += [
             self._mixed_shape(singles, tokens) for singles in self._sizes_beside_prompts for tokens in GRAPH_TOKENS
         ]
+        if self._ragged:
+            shapes += [replace(shape, ragged=True) for shape in shapes]
         return sorted(shapes, key=lambda shape: (shape.runs > 0, shape.all_tokens), reverse=True)
 
     def warm_up(self, *, progress: bool = True) -> None:
@@ -119,10 +127,14 @@ class GpuRunner:
         if not self._captures:
             return
         for shape in tqdm(self.graph_shapes(), desc="capturing graphs", disable=not progress, leave=False):
-            self._descriptor.send(StepContent(), shape)
-            program = StepProgram(self._machine, shape)
-            program.capture()
-            self._captured[shape] = program
+            self._capture(shape)
+
+    def _capture(self, shape: StepShape) -> StepProgram:
+        self._descriptor.send(StepContent(), shape)
+        program = StepProgram(self._machine, shape)
+        program.capture()
+        self._captured[shape] = program
+        return program
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[RowResult]:
@@ -167,6 +179,7 @@ class GpuRunner:
         for index, (row, runs, samples, _, _) in enumerate(plan.rows):
             mirror = self._seats.mirror(row, commands)
             self._seats.write_table(mirror, writes)
+            self._tell_body(mirror, content)
             if len(runs) == 1 and runs[0].length == 1:
                 run = runs[0]
                 flags = (IS_ROW | IS_STORED) if run.write else IS_ROW
@@ -194,6 +207,18 @@ class GpuRunner:
                 shaped.append(place)
         return content, [index for index, _, _ in of_singles], shaped
 
+    def _tell_body(self, mirror: Mirror, content: StepContent) -> None:
+        """Lay a row's body down on the device, where that has none of it or an older one."""
+        body = mirror.row.body
+        if body is None:
+            self._arena.clear(mirror.seat)  # of the row that sat there before
+            return
+        content.ragged = True
+        if body.frames is not mirror.frames:
+            self._arena.put(mirror.seat, body)
+            mirror.frames = body.frames
+            content.commands += seat_command(mirror)
+
     def _singles_size(self, content: StepContent) -> int:
         """Rows with one query that the step's shape has room for."""
         count = len(content.singles) // SINGLE
@@ -218,8 +243,13 @@ class GpuRunner:
             shape = self._mixed_shape(singles, len(content.tokens), len(content.runs) // RUN, outputs)
         else:
             shape = _decode_shape(singles)
+        if content.ragged:
+            shape = replace(shape, ragged=True)
         if shape in self._captured:
             return self._captured[shape]
+        if self._captures and replace(shape, ragged=False) in self._captured:
+            log.info("capturing a graph for compressed rows: %s", shape)
+            return self._capture(shape)
         program = self._eager.pop(shape, None) or StepProgram(self._machine, shape)
         self._eager[shape] = program
         if len(self._eager) > KEPT_SHAPES:
@@ -296,8 +326,8 @@ def _power_of_two(number: int) -> int:
 
 
 def needs_plain(scheduled: ScheduledRow) -> bool:
-    """Whether no captured step serves the row: its prompt is scored, or it may be compressed."""
-    return bool(scheduled.scores) or scheduled.row.request.kv_cache is not None
+    """Whether no captured step serves the row: its prompt is scored, or some of its queries are looked at."""
+    return bool(scheduled.scores) or scheduled.is_watched
 
 
 def is_plain(scheduled: ScheduledRow) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvikk.engine.request import Row
+from kvikk.memory.body import IntArray
 from kvikk.types import BlockId
 
 
@@ -21,6 +22,7 @@ class Mirror:
         written: entries of the table on the device.
         last: the block at the last of them.
         position: what the device has as the row's next position; -1: nothing that counts.
+        frames: of the body that the device has, as the body had them then; None: it has none.
     """
 
     row: Row
@@ -29,6 +31,7 @@ class Mirror:
     written: int = 0
     last: int = -1
     position: int = -1
+    frames: IntArray | None = None
 
 
 class SeatMap:
@@ -48,13 +51,13 @@ class SeatMap:
         return len(self._mirrors)
 
     def mirror(self, row: Row, commands: list[int]) -> Mirror:
-        """The row's mirror; a row that had none gets a seat, and a command that tells its sampling parameters."""
+        """The row's mirror; a row that had none gets a seat, and a command that tells of it."""
         mirror = self._mirrors.get(row)
         if mirror is None:
             if not self._free:
                 self.forget([other for other in self._mirrors if not other.is_running])
             mirror = self._mirrors[row] = Mirror(row, self._free.pop())
-            commands.extend(_sampling_command(mirror.seat, row))
+            commands.extend(seat_command(mirror))
         return mirror
 
     def write_table(self, mirror: Mirror, writes: list[int]) -> None:
@@ -86,10 +89,12 @@ class SeatMap:
                 self._free.append(mirror.seat)
 
 
-def _sampling_command(seat: int, row: Row) -> tuple[int, ...]:
+def seat_command(mirror: Mirror) -> tuple[int, ...]:
+    """What the device must know of a row besides its table: how it is sampled, and where its tail begins."""
+    row = mirror.row
     params, seed = row.request.params, row.request.seed
     return (
-        seat,
+        mirror.seat,
         _bits(0.0 if params.is_greedy else params.temperature),
         max(params.top_k, 0),
         _bits(params.top_p),
@@ -97,6 +102,7 @@ def _sampling_command(seat: int, row: Row) -> tuple[int, ...]:
         _signed(seed & 0xFFFFFFFF),
         _signed(seed >> 32),
         row.choice,
+        row.tail_start,
     )
 
 

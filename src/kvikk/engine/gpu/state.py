@@ -43,6 +43,7 @@ class SeatState:
 
         self.seats = seats
         self.tables = torch.zeros((seats + 1, max_blocks), dtype=torch.int32, device=device)
+        self.tail_starts = numbers(torch.int32)
         self.positions = numbers(torch.int32)
         self.tokens = numbers(torch.int32)
         self.temperature, self.top_p, self.min_p = (numbers(torch.float32) for _ in range(3))
@@ -88,18 +89,18 @@ def derive(words: Tensor, state: SeatState, inputs: StepInputs, *, page_size: in
     shape = inputs.shape
     _apply[(APPLIERS,)](
         words, state.tables, state.temperature, state.top_k, state.top_p, state.min_p, state.seed, state.choice,
-        inputs.token_ids, inputs.positions, inputs.slots, shape.singles, shape.all_tokens,
+        state.tail_starts, inputs.token_ids, inputs.positions, inputs.slots, shape.singles, shape.all_tokens,
         PROGRAMS=APPLIERS, BLOCK=BLOCK, COMMAND=COMMAND, WRITE=WRITE, num_warps=4,
     )  # fmt: skip
     _derive_rows[(triton.cdiv(max(shape.singles, 1), BLOCK),)](
-        words, state.tables, state.tables.stride(0), state.positions, state.tokens, state.seats,
+        words, state.tables, state.tables.stride(0), state.tail_starts, state.positions, state.tokens, state.seats,
         inputs.token_ids, inputs.positions, inputs.slots, inputs.single_seats, inputs.single_lengths, shape.singles,
         HEADER=HEADER, SINGLE=SINGLE, IS_ROW=IS_ROW, FROM_DEVICE=FROM_DEVICE, IS_STORED=IS_STORED,
         PAGE=page_size, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     if shape.runs:
         _derive_runs[(shape.runs, triton.cdiv(shape.tokens, BLOCK))](
-            words, state.tables, state.tables.stride(0), state.seats,
+            words, state.tables, state.tables.stride(0), state.tail_starts, state.seats,
             inputs.token_ids, inputs.positions, inputs.slots,
             inputs.run_seats, inputs.run_starts, inputs.run_lengths, inputs.run_offsets,
             shape.runs_at, shape.tokens_at, shape.singles, RUN=RUN, PAGE=page_size, BLOCK=BLOCK, num_warps=4,
@@ -129,7 +130,8 @@ def finish(state: SeatState, inputs: StepInputs, tokens: Tensor, is_bad: Tensor,
 
 @triton.jit
 def _apply(
-    words, tables, temperature, top_k, top_p, min_p, seed, choice, token_ids, positions, slots, singles, all_tokens,
+    words, tables, temperature, top_k, top_p, min_p, seed, choice, tail_starts,
+    token_ids, positions, slots, singles, all_tokens,
     PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, COMMAND: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -156,6 +158,7 @@ def _apply(
         high = tl.load(record + 6, mask=mask, other=0).to(tl.int64) << 32
         tl.store(seed + seat, high | low, mask=mask)
         tl.store(choice + seat, tl.load(record + 7, mask=mask, other=0), mask=mask)
+        tl.store(tail_starts + seat, tl.load(record + 8, mask=mask, other=0), mask=mask)
     for base in range(singles, all_tokens, PROGRAMS * BLOCK):  # what no run fills is padding
         index = base + lane
         mask = index < all_tokens
@@ -166,7 +169,7 @@ def _apply(
 
 @triton.jit
 def _derive_rows(
-    words, tables, table_stride, seat_positions, seat_tokens, spare_seat,
+    words, tables, table_stride, tail_starts, seat_positions, seat_tokens, spare_seat,
     token_ids, positions, slots, single_seats, single_lengths, singles,
     HEADER: tl.constexpr, SINGLE: tl.constexpr, IS_ROW: tl.constexpr, FROM_DEVICE: tl.constexpr,
     IS_STORED: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
@@ -183,18 +186,19 @@ def _derive_rows(
     token = tl.where(is_known, tl.load(seat_tokens + seat, mask=mask, other=0), token)
     position = tl.where(is_known, tl.load(seat_positions + seat, mask=mask, other=0), position)
     is_stored = is_row & ((flags & IS_STORED) != 0)
-    block = tl.load(tables + seat.to(tl.int64) * table_stride + position // PAGE, mask=mask & is_stored, other=0)
-    slot = block.to(tl.int64) * PAGE + position % PAGE
+    tail = position - tl.load(tail_starts + seat, mask=mask, other=0)
+    block = tl.load(tables + seat.to(tl.int64) * table_stride + tail // PAGE, mask=mask & is_stored, other=0)
+    slot = block.to(tl.int64) * PAGE + tail % PAGE
     tl.store(token_ids + row, token.to(tl.int64), mask=mask)
     tl.store(positions + row, position.to(tl.int64), mask=mask)
     tl.store(slots + row, tl.where(is_stored, slot, -1), mask=mask)
     tl.store(single_seats + row, seat, mask=mask)
-    tl.store(single_lengths + row, tl.where(is_row, position + 1, 0), mask=mask)
+    tl.store(single_lengths + row, tl.where(is_row, tail + 1, 0), mask=mask)
 
 
 @triton.jit
 def _derive_runs(
-    words, tables, table_stride, spare_seat, token_ids, positions, slots,
+    words, tables, table_stride, tail_starts, spare_seat, token_ids, positions, slots,
     run_seats, run_starts, run_lengths, run_offsets, runs_at, tokens_at, singles,
     RUN: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -210,8 +214,10 @@ def _derive_runs(
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = index < length
     position = start + index
-    block = tl.load(tables + seat.to(tl.int64) * table_stride + position // PAGE, mask=mask, other=0)
-    slot = block.to(tl.int64) * PAGE + position % PAGE
+    tail_start = start - tl.load(tail_starts + seat)
+    tail = tail_start + index
+    block = tl.load(tables + seat.to(tl.int64) * table_stride + tail // PAGE, mask=mask, other=0)
+    slot = block.to(tl.int64) * PAGE + tail % PAGE
     token = tl.load(words + tokens_at + offset + index, mask=mask, other=0)
     at = singles + offset + index
     tl.store(token_ids + at, token.to(tl.int64), mask=mask)
@@ -219,7 +225,7 @@ def _derive_runs(
     tl.store(slots + at, tl.where(is_stored, slot, -1), mask=mask)
     if tl.program_id(1) == 0:
         tl.store(run_seats + run, seat)
-        tl.store(run_starts + run, start)
+        tl.store(run_starts + run, tail_start)
         tl.store(run_lengths + run, length)
         tl.store(run_offsets + run, offset)
 

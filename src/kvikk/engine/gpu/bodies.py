@@ -1,0 +1,68 @@
+"""Where kernels find the bodies of compressed rows: one arena of frame ids on the device, written at compactions."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvikk.attention.gpu.rows import Bodies
+from kvikk.memory import Body
+
+
+class BodyArena:
+    """The bodies of rows by seat, at addresses that stay.
+
+    A body is laid down behind the last one. When the arena ends, all that are still there are laid down anew from its
+    start: they fit, as every frame of the pool belongs to one of them at the most. What is written is seen by steps
+    that are started later, and only by these.
+
+    Args:
+        seats: rows that can be known at once.
+        lanes: of the model.
+        frames: of the pool.
+        page_size: slots of a frame.
+        device: of the pool.
+    """
+
+    def __init__(self, seats: int, lanes: int, frames: int, page_size: int, device: torch.device) -> None:
+        self.bodies = Bodies(
+            frames=torch.zeros(frames, dtype=torch.int32, device=device),
+            offsets=torch.zeros((seats + 1, lanes), dtype=torch.int32, device=device),
+            lengths=torch.zeros((seats + 1, lanes), dtype=torch.int32, device=device),
+        )
+        self._page_size = page_size
+        self._held: dict[int, Body] = {}
+        self._end = 0
+
+    def put(self, seat: int, body: Body) -> None:
+        """The row at this seat has this body now."""
+        self._held[seat] = body
+        if self._end + len(body.held(self._page_size)) > len(self.bodies.frames):
+            self._end = 0
+            for other, its_body in self._held.items():
+                self._write(other, its_body)
+        else:
+            self._write(seat, body)
+
+    def clear(self, seat: int) -> None:
+        """The seat has another row, without a body."""
+        if self._held.pop(seat, None) is not None:
+            self.bodies.lengths[seat].zero_()
+
+    def _write(self, seat: int, body: Body) -> None:
+        held = -(-body.lengths // self._page_size)
+        frames = body.frames[body.live_columns(self._page_size)]
+        start, self._end = self._end, self._end + len(frames)
+        _send(self.bodies.frames[start : self._end], frames)
+        _send(self.bodies.offsets[seat], start + np.cumsum(held) - held)
+        _send(self.bodies.lengths[seat], body.lengths)
+
+
+def _send(target: Tensor, numbers: NDArray[np.int64]) -> None:
+    """Copy numbers to the device, without waiting for it."""
+    words = torch.from_numpy(numbers.astype(np.int32))
+    if target.device.type == "cuda":
+        words = words.pin_memory()
+    target.copy_(words, non_blocking=True)
