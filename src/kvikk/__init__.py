@@ -6,8 +6,8 @@
     print(llm.generate("The capital of Norway is", SamplingParams(temperature=0))[0].outputs[0].text)
 
 The package is in layers, and imports point down only: `cli`, `server` and `bench`, `llm`, `chat`, `engine`, `prefix`
-and `compress`, `attention`, `memory`, `models`, `grammar`, then `geometry`, `configuration`, `types`, `errors`. `docs/design/` mirrors
-it.
+and `compress`, `attention`, `memory`, `models`, `grammar`, then `geometry`, `configuration`, `quantities`, `types`,
+`errors`. `docs/design/` mirrors it.
 """
 
 from __future__ import annotations

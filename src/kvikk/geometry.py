@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Final
 
 import torch
 
 from kvikk.types import BlockId, FrameId
+
+SCALE_BYTES: Final = 4
+"""Of a scale: fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +23,22 @@ class KVGeometry:
         kv_heads: KV heads of each layer.
         head_dim: width of one head's K, and of its V.
         page_size: slots (tokens) of one frame.
-        dtype: what K and V are stored as.
+        dtype: of the model's K and V, and of its queries.
+        quantised: what K and V are stored as, with a scale for each row of `head_dim` numbers; None: as `dtype`.
+
+    Raises:
+        ValueError: scales would not lie at multiples of their size.
     """
 
     kv_heads: tuple[int, ...]
     head_dim: int
     page_size: int
     dtype: torch.dtype
+    quantised: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.quantised is not None and self.number_bytes % SCALE_BYTES:
+            raise ValueError(f"pages of {self.page_size} slots of {self.head_dim} numbers cannot be {self.quantised}")
 
     @property
     def layers(self) -> int:
@@ -43,14 +56,30 @@ class KVGeometry:
         return sum(self.kv_heads)
 
     @property
+    def stored(self) -> torch.dtype:
+        """Of the numbers in a frame."""
+        return self.quantised or self.dtype
+
+    @property
+    def format(self) -> str:
+        """How K and V are stored, in a word, such as `bfloat16` or `int8`."""
+        return str(self.stored).removeprefix("torch.")
+
+    @property
     def frame_elements(self) -> int:
-        """Numbers in one frame: K then V."""
+        """Numbers in one frame, scales not counted: K then V."""
         return 2 * self.page_size * self.head_dim
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of these numbers. Scales, where there are any, come behind them: `page_size` of K, then of V."""
+        return self.frame_elements * self.stored.itemsize
 
     @property
     def frame_bytes(self) -> int:
         """Bytes of one frame."""
-        return self.frame_elements * self.dtype.itemsize
+        scales = 0 if self.quantised is None else 2 * self.page_size
+        return self.number_bytes + scales * SCALE_BYTES
 
     @property
     def block_bytes(self) -> int:

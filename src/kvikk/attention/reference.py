@@ -116,8 +116,10 @@ def read_row(store: KVStore, layer: int, table: Tensor, slots: int) -> tuple[Ten
         table: `[blocks]` int64 on the pool's device, at least as many as hold `slots`.
         slots: live slots: what lies beyond is not returned.
     """
-    pages = store.layer(layer)[table]  # [blocks, kv_heads, 2, page_size, head_dim]
-    kv = pages.permute(2, 1, 0, 3, 4).flatten(2, 3)  # [2, kv_heads, blocks * page_size, head_dim]
+    geometry = store.geometry
+    heads = torch.arange(geometry.kv_heads[layer], device=table.device) + geometry.first_frame[layer]
+    pages = store.read(table * geometry.frames_per_block + heads[:, None])  # [kv_heads, blocks, 2, page, head_dim]
+    kv = pages.permute(2, 0, 1, 3, 4).flatten(2, 3)  # [2, kv_heads, blocks * page_size, head_dim]
     return kv[0, :, :slots], kv[1, :, :slots]
 
 
@@ -129,17 +131,8 @@ def read_lane(store: KVStore, frames: Tensor, length: int) -> Tensor:
         frames: `[frames]` int64 on the pool's device, at least as many as hold `length`.
         length: live slots: what lies beyond is not returned.
     """
-    pages = store.frames[frames[: store.geometry.blocks_for(length)]]  # [frames, 2, page_size, head_dim]
+    pages = store.read(frames[: store.geometry.blocks_for(length)])  # [frames, 2, page_size, head_dim]
     return pages.transpose(0, 1).flatten(1, 2)[:, :length]
-
-
-def write_tokens(store: KVStore, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Store K and V, `[tokens, kv_heads, head_dim]` each, at `slots` `[tokens]` int64 of one layer."""
-    page = store.geometry.page_size
-    block, offset = slots // page, slots % page
-    target = store.layer(layer)
-    target[block, :, 0, offset] = k.to(target.dtype)
-    target[block, :, 1, offset] = v.to(target.dtype)
 
 
 class ReferenceBackend:
@@ -195,10 +188,10 @@ class ReferenceStep:
         """See `kvikk.models.protocol.AttentionStep.attend`."""
         plan = self.schedule
         if len(self.write_slots) == plan.tokens:
-            write_tokens(self.backend.store, layer, self.write_slots, k, v)
+            self.backend.store.write(layer, self.write_slots, k, v)
         elif len(self.write_slots):
             at = self.write_tokens
-            write_tokens(self.backend.store, layer, self.write_slots, k[at], v[at])
+            self.backend.store.write(layer, self.write_slots, k[at], v[at])
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for index, (run, offset) in enumerate(zip(plan.runs, plan.offsets.tolist(), strict=True)):
             span = slice(offset, offset + run.length)

@@ -1,4 +1,4 @@
-"""`kvikk demo`: three questions over one long real document in one batch, then a follow-up that finds it cached."""
+"""`kvikk demo`: questions over one long real document: in a batch, again from the cache, and with part of its KV."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvikk.cli.arguments import add_config_arguments, add_logging_argument, reso
 from kvikk.configuration import given
 from kvikk.engine import EngineConfig, SamplingParams
 from kvikk.errors import ConfigError
+from kvikk.memory import format_bytes
 
 if TYPE_CHECKING:
     from kvikk.llm import LLM, RequestOutput, StreamDelta
@@ -25,6 +26,8 @@ QUESTIONS = (
 )
 FOLLOW_UP = "And what does `else` mean after a loop?"
 ANSWER_TOKENS = 64
+POLICY = "snapkv"
+BUDGETS = ("50%", "25%", "12.5%")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +57,10 @@ def run(parsed: argparse.Namespace) -> int:
     ]
     rows.append(ask(llm, console, "a follow-up", [follow_up], params))
     console.print(table(rows))
+    console.print(f"\n[bold]the same question, with less of the document kept ({POLICY})[/bold]")
+    console.print(
+        budget_table([ask_with_budget(llm, console, conversations[0], budget) for budget in ("all", *BUDGETS)])
+    )
     llm.engine.check()
     console.print(
         f"pool check: free + held + cached = total, every block accounted for ({llm.engine.pool.total:,} blocks)"
@@ -144,6 +151,37 @@ def ask(llm: LLM, console: Any, name: str, conversations: list[list[dict[str, st
         blocks_held=peak_held,
         blocks_cached=llm.engine.pool.cached,
     )
+
+
+def ask_with_budget(llm: LLM, console: Any, messages: list[dict[str, str]], budget: str) -> list[str]:
+    """Answer a question with so much of its KV kept from the end of the prompt on. Returns a row of the table."""
+    kv_cache = {"policy": "full"} if budget == "all" else {"policy": POLICY, "budget": budget}
+    params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, kv_cache=kv_cache)
+    held = 0
+    answer = ""
+    for delta in llm.stream(llm.render([messages]), params):
+        answer += delta.text
+        output = delta.output
+        if output is None:
+            held = llm.engine.pool.held  # as it is while the answer is written
+    assert output is not None
+    console.print(f"[cyan]{budget} kept[/cyan]\nA: ", end="")
+    console.print(answer, markup=False)
+    usage = output.kv_cache
+    prompt = output.usage["prompt_tokens"]
+    size = format_bytes(held * llm.capacity.geometry.block_bytes)
+    kept, freed = (prompt, 0) if usage is None else (round(usage.kept_tokens), usage.blocks_freed)
+    return [budget, f"{kept:,} of {prompt:,}", size, f"{freed:,}"]
+
+
+def budget_table(rows: list[list[str]]) -> Any:
+    """What each budget kept and freed, for a terminal."""
+    from rich.table import Table
+
+    result = Table("kept", "tokens of each KV head", "KV held while answering", "blocks freed", title="Less of it kept")
+    for row in rows:
+        result.add_row(*row)
+    return result
 
 
 def _show(delta: StreamDelta, console: Any) -> None:

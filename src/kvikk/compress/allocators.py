@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, inf
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ class Allocator(Protocol):
 
     A share below what is protected is no mistake: what is protected stays in any case.
     """
-
-    depends_on_scores: ClassVar[bool]
-    """False: every KV head of a layer keeps what `over_layers` says, which is known before anything is scored."""
 
     def over_layers(self, budget: int, *, layers: int, length: int, protected: int) -> list[int]:
         """Slots that the lanes of each layer keep on average: `layers` numbers whose mean is `budget`.
@@ -52,8 +49,6 @@ class Allocator(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Uniform:
     """The same number of tokens for every KV head of every layer."""
-
-    depends_on_scores: ClassVar[bool] = False
 
     def over_layers(self, budget: int, *, layers: int, length: int, protected: int) -> list[int]:
         """The budget for each."""
@@ -97,8 +92,6 @@ class Pooled(Uniform):
         safeguard: share of what is not protected that each head fills with its own best. The rest goes to the best of
             all heads. The paper has 0.5; its authors advise little for small budgets, but not 0.
     """
-
-    depends_on_scores: ClassVar[bool] = True
 
     safeguard: float = 0.2
 

@@ -135,9 +135,9 @@ class PolicyCompressor:
         needs = method.policy.needs
         keys = values = queries = positions = None
         if needs & {Signal.KEYS, Signal.ATTENTION_MASS}:
-            keys = self._store.frames[frames, 0].flatten(1, 2)
+            keys = self._store.keys(frames).flatten(1, 2)
         if Signal.VALUES in needs:
-            values = self._store.frames[frames, 1].flatten(1, 2)
+            values = self._store.values(frames).flatten(1, 2)
         if row.queries is not None:
             queries = row.queries.rotated[layer].transpose(0, 1)
             positions = torch.arange(row.queries.positions.start, row.front, device=self._store.device)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
-from typing import Any, Final
+from typing import Final
 
 from kvikk.eval.grid import FULL_CELL, Cell, GridConfig
 from kvikk.eval.subject import Exam, Outcome, Subject
 from kvikk.eval.suite import Row, held_figures
-from kvikk.eval.tasks import MAKERS, Question
+from kvikk.eval.tasks import Question
 
 COUNTS_FROM: Final = 0.5
 """A task that the full cache solves more rarely says nothing of a smaller one."""
@@ -18,11 +19,49 @@ PLACES: Final = ("prompt", "later")
 """Where a question stands: before the trigger, where policies that look at queries see it, or after it."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Paper:
+    """The questions of one task, in one place.
+
+    Args:
+        task: its name.
+        place: one of `PLACES`.
+        questions: what is asked.
+        exams: the same as requests.
+        full: what came of them with the full cache.
+        full_score: share that was right then.
+    """
+
+    task: str
+    place: str
+    questions: Sequence[Question]
+    exams: Sequence[Exam]
+    full: Sequence[Outcome]
+    full_score: float
+
+    @property
+    def counts(self) -> bool:
+        """Whether the full cache solves enough of it."""
+        return self.full_score >= COUNTS_FROM
+
+    @property
+    def facts(self) -> Row:
+        """What a row says of it, whatever was measured."""
+        return {
+            "task": self.task,
+            "question": self.place,
+            "length": round(fmean(len(exam.prompt) for exam in self.exams)),
+            "samples": len(self.questions),
+            "full_score": self.full_score,
+            "counted": self.counts,
+        }
+
+
 class Tasks:
     """Every question twice: the context and the question are compressed together, or the context alone.
 
     In both cases the whole answer is written from the compressed cache: the last token of a question in the prompt is
-    forced after the trigger, and of a later one all are.
+    forced after the trigger, and of a later one all are. What the full cache cannot solve is not asked again.
 
     Args:
         subject: the model.
@@ -39,48 +78,56 @@ class Tasks:
 
     def rows(self, cell: Cell) -> list[Row]:
         """A row for each task and place of the question."""
-        asked = self._grid.kv_cache(cell)
-        outcomes = self._reference if cell.is_full else {place: self._ask(place, asked) for place in PLACES}
-        return [row for place in PLACES for row in self._rows(place, outcomes[place])]
-
-    def _rows(self, place: str, outcomes: Sequence[Outcome]) -> list[Row]:
         found: list[Row] = []
-        full = self._reference[place]
-        for task in MAKERS:
-            mine = [index for index, question in enumerate(self._questions) if question.task == task]
-            score, full_score = (
-                fmean(self._is_right(index, each[index]) for index in mine) for each in (outcomes, full)
-            )
-            row: Row = {
-                "task": task,
-                "question": place,
-                "length": round(fmean(len(self._exams[place][index].prompt) for index in mine)),
-                "samples": len(mine),
-                "score": score,
-                "full_score": full_score,
-                "counted": full_score >= COUNTS_FROM,
-            }
-            found.append(row | held_figures([outcomes[index] for index in mine], [full[index] for index in mine]))
+        asked = self._grid.kv_cache(cell)
+        for place in PLACES:
+            papers = [paper for paper in self._papers if paper.place == place]
+            counted = [paper for paper in papers if paper.counts and not cell.is_full]
+            outcomes = iter(self._subject.sit([exam for paper in counted for exam in paper.exams], asked))
+            for paper in papers:
+                if paper in counted:
+                    found.append(self._row(paper, [next(outcomes) for _ in paper.exams]))
+                elif cell.is_full:
+                    found.append(self._row(paper, paper.full))
+                else:
+                    found.append(paper.facts | {"flag": f"not counted: full scores {paper.full_score:.0%}"})
         return found
 
-    @cached_property
-    def _reference(self) -> dict[str, list[Outcome]]:
-        """The answers from the full cache."""
-        return {place: self._ask(place, self._grid.kv_cache(FULL_CELL)) for place in PLACES}
+    def _row(self, paper: Paper, outcomes: Sequence[Outcome]) -> Row:
+        score = self._score(paper.questions, outcomes)
+        return paper.facts | {"score": score} | held_figures(outcomes, paper.full)
 
     @cached_property
-    def _exams(self) -> dict[str, list[Exam]]:
-        exams: dict[str, list[Exam]] = {place: [] for place in PLACES}
-        for question in self._questions:
-            context, asked = self._subject.encode(question.context), self._subject.encode(question.text)
-            for place, seen in zip(PLACES, (len(asked) - 1, 0), strict=True):
-                exams[place].append(
-                    Exam(prompt=context + asked[:seen], forced=asked[seen:], free=question.answer_tokens)
+    def _papers(self) -> list[Paper]:
+        """All of them, answered from the full cache."""
+        asked = self._grid.kv_cache(FULL_CELL)
+        found: list[Paper] = []
+        for place in PLACES:
+            outcomes = iter(self._subject.sit([self._exam(question, place) for question in self._questions], asked))
+            full = dict(zip(self._questions, outcomes, strict=True))
+            for task in dict.fromkeys(question.task for question in self._questions):
+                mine = [question for question in self._questions if question.task == task]
+                of_mine = [full[question] for question in mine]
+                found.append(
+                    Paper(
+                        task=task,
+                        place=place,
+                        questions=mine,
+                        exams=[self._exam(question, place) for question in mine],
+                        full=of_mine,
+                        full_score=self._score(mine, of_mine),
+                    )
                 )
-        return exams
+        return found
 
-    def _ask(self, place: str, asked: Mapping[str, Any]) -> list[Outcome]:
-        return self._subject.sit(self._exams[place], asked)
+    def _exam(self, question: Question, place: str) -> Exam:
+        context, asked = self._subject.encode(question.context), self._subject.encode(question.text)
+        seen = len(asked) - 1 if place == "prompt" else 0
+        return Exam(prompt=context + asked[:seen], forced=asked[seen:], free=question.answer_tokens)
 
-    def _is_right(self, index: int, outcome: Outcome) -> bool:
-        return self._questions[index].is_right(self._subject.decode(outcome.tokens))
+    def _score(self, questions: Sequence[Question], outcomes: Sequence[Outcome]) -> float:
+        """Share of the questions that were answered rightly."""
+        return fmean(
+            question.is_right(self._subject.decode(outcome.tokens))
+            for question, outcome in zip(questions, outcomes, strict=True)
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +15,7 @@ from kvikk.engine import EngineConfig, SchedulerConfig
 from kvikk.errors import ConfigError, KvikkError
 from kvikk.eval.answers import Tasks
 from kvikk.eval.fidelity import UNMEASURED, Fidelity
-from kvikk.eval.grid import Cell, GridConfig, names_in
+from kvikk.eval.grid import GridConfig, names_in
 from kvikk.eval.results import Results
 from kvikk.eval.subject import Subject
 from kvikk.eval.suite import Suite, complete

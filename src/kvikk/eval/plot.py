@@ -16,7 +16,8 @@ from kvikk.eval.suite import REFERENCE, Row
 
 WIDTH, HEIGHT, GAP, LEGEND = 420, 300, 70, 230
 COLOURS: Final = (
-    "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#000000",
+    "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf",
+    "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#000000",
 )  # fmt: skip
 DASHES: Final = ("", "6 3", "2 3", "8 3 2 3")
 LEAST_KL: Final = 1e-4
@@ -46,7 +47,8 @@ def svg(rows: Sequence[Row]) -> str:
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     width, height = GAP + len(panels) * (WIDTH + GAP) + LEGEND, max(HEIGHT + 110, 60 + 20 * len(names))
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        'font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     for index, panel in enumerate(panels):
@@ -110,7 +112,7 @@ def _drawn(panel: Panel, left: float, names: Sequence[str]) -> Iterator[str]:
     for share in (0, 0.25, 0.5, 0.75, 1):
         yield f'<line x1="{x(share):.1f}" x2="{x(share):.1f}" y1="{top}" y2="{bottom}" stroke="#ddd"/>'
         yield f'<text x="{x(share):.1f}" y="{bottom + 18}" text-anchor="middle">{share:.0%}</text>'
-    yield f'<text x="{left + WIDTH / 2}" y="{bottom + 38}" text-anchor="middle">KV bytes held, of the full cache\'s</text>'
+    yield f'<text x="{left + WIDTH / 2}" y="{bottom + 38}" text-anchor="middle">KV bytes held, of the full cache</text>'
     for name, points in panel.lines.items():
         places = [(x(share), y(value)) for share, value in sorted(points)]
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any, Final
 
@@ -60,14 +61,16 @@ def _tasks(place: str, rows: Sequence[Row], shown: Sequence[str]) -> Iterator[st
     by_cell: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         by_cell.setdefault(tuple(row[name] for name in CELL), {})[row["task"]] = row
-    columns: dict[str, Callable[[dict[str, Row]], str]] = {
-        name: (lambda cell, name=name: _text_of(name)(next(iter(cell.values())))) for name in shown
-    }
+    columns: dict[str, Callable[[dict[str, Row]], str]] = {}
+    for name in shown:
+        columns[name] = partial(_of_cell, name)
     for task in tasks:
-        columns[task] = lambda cell, task=task: f"{cell[task]['score']:.0%}"
+        columns[task] = partial(_score, task)
     columns["mean of counted"] = lambda cell: _counted_mean(list(cell.values()))
-    columns["of full"] = lambda cell: f"{fmean(row['kept_share'] for row in cell.values()):.1%}"
-    columns[""] = lambda cell: "; ".join(dict.fromkeys(row["flag"] for row in cell.values() if row["flag"]))
+    columns["of full"] = lambda cell: _share([row["kept_share"] for row in cell.values() if row["score"] is not None])
+    columns[""] = lambda cell: "; ".join(
+        dict.fromkeys(row["flag"] for row in cell.values() if row["flag"] and row["counted"])
+    )
     yield from _table(columns, list(by_cell.values()))
     left_out = [
         f"{task} not counted: full scores {row['full_score']:.0%}" for task, row in full.items() if not row["counted"]
@@ -75,6 +78,15 @@ def _tasks(place: str, rows: Sequence[Row], shown: Sequence[str]) -> Iterator[st
     if left_out:
         yield ""
         yield "; ".join(left_out)
+
+
+def _of_cell(name: str, cell: Mapping[str, Row]) -> str:
+    return _text_of(name)(next(iter(cell.values())))
+
+
+def _score(task: str, cell: Mapping[str, Row]) -> str:
+    score = cell[task]["score"]
+    return "-" if score is None else f"{score:.0%}"
 
 
 def _table(columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any]) -> Iterator[str]:
@@ -107,6 +119,10 @@ def _speed(row: Row) -> str:
     if row["tokens_per_s"] is None or row["full_tokens_per_s"] is None:
         return "-"
     return f"{row['tokens_per_s']:.0f}/s, x{row['tokens_per_s'] / row['full_tokens_per_s']:.2f}"
+
+
+def _share(shares: Sequence[float]) -> str:
+    return f"{fmean(shares):.1%}" if shares else "-"
 
 
 def _counted_mean(rows: Sequence[Row]) -> str:

@@ -68,9 +68,9 @@ class Results:
         ours = json.loads(json.dumps(self.header))
         for name in {**ours, **header}:
             if name not in MAY_DIFFER and ours.get(name) != header.get(name):
+                where = f"{name} is {_difference(header.get(name), ours.get(name))}"
                 raise ConfigError(
-                    f"--output {path} has results of another evaluation ({name}: {_difference(header.get(name), ours.get(name))}): "
-                    "name another file, or remove it"
+                    f"--output {path} is of another evaluation ({where}): name another file, or remove it"
                 )
         return rows
 

@@ -37,7 +37,7 @@ THINGS: Final = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Question:
     """What is asked about a context.
 
@@ -109,16 +109,26 @@ def lookups(random: Random, filler: Filler) -> list[Question]:
 
 
 def variables(random: Random, filler: Filler) -> list[Question]:
-    """Variables that are set to other variables; all of these are set first, so that each chain spans half the text."""
-    names = random.sample(THINGS, 2 * QUESTIONS)
-    first, second = names[:QUESTIONS], names[QUESTIONS:]
-    numbers = [_number(random) for _ in first]
-    facts = [f"{a} = {number}" for a, number in zip(first, numbers, strict=True)]
-    facts += [f"{b} = {a}" for a, b in zip(first, second, strict=True)]
-    context = filler.around(facts, random)
+    """Variables that are set once."""
+    numbers = {f"{thing}_size": _number(random) for thing in random.sample(THINGS, QUESTIONS)}
+    context = filler.around([f"{name} = {number}" for name, number in numbers.items()], random)
     return [
-        _asking_for("variable", context, f"\n\n>>> trace({b})\n{b} =", number, answer_tokens=20)
-        for b, number in zip(second, numbers, strict=True)
+        _asking_for("variable", context, f"\n\n# The values again:\n{name} =", number, answer_tokens=10)
+        for name, number in numbers.items()
+    ]
+
+
+def chains(random: Random, filler: Filler) -> list[Question]:
+    """Variables that are set to other variables, half of the text further on."""
+    names = [f"{thing}_size" for thing in random.sample(THINGS, 2 * QUESTIONS)]
+    numbers = {name: _number(random) for name in names[:QUESTIONS]}
+    copies = dict(zip(names[QUESTIONS:], numbers, strict=True))
+    facts = [f"{name} = {value}" for name, value in (numbers | copies).items()]
+    context = filler.around(facts, random)
+    ask = "\n\n# All assignments followed to the number:\n{} ="
+    return [
+        _asking_for("chain", context, ask.format(copy), numbers[name], answer_tokens=20)
+        for copy, name in copies.items()
     ]
 
 
@@ -146,6 +156,7 @@ MAKERS: Final[dict[str, tuple[Callable[[Random, Filler], list[Question]], str]]]
     "needle": (needles, PROSE),
     "lookup": (lookups, PROSE),
     "variable": (variables, CODE),
+    "chain": (chains, CODE),
     "tool-call": (tool_calls, PROSE),
 }
 """Each task, and what text its facts are hidden in."""

@@ -55,7 +55,8 @@ def documents(source: str, count: int, tokens: int, encode: Encode) -> list[Docu
             found.append(Document(kind=kind, name=name, tokens=ids[:tokens]))
     if len(found) < count:
         raise ConfigError(
-            f"{source} has {len(found)} texts of {tokens:,} tokens, {count} are asked for: lower --documents or --length"
+            f"{source} has {len(found)} texts of {tokens:,} tokens, {count} are asked for: lower --documents or "
+            "--length"
         )
     return found
 

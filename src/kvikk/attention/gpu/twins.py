@@ -92,7 +92,7 @@ def _read(
     padded_body = len(pages) * page
     blocks = rows.tables[seat, : max(-(-(end - padded_body) // page), 0)].tolist()
     pages += [block * geometry.frames_per_block + lane for block in blocks]
-    kv = store.frames[pages].float()  # [pages, 2, page, head_dim]
+    kv = store.read(torch.tensor(pages, dtype=torch.int64, device=store.device)).float()  # [pages, 2, page, head_dim]
     slot = torch.arange(len(pages) * page, device=store.device)
     is_live = (slot < body) | ((slot >= padded_body) & (slot < end))
     keys, values = (kv[:, part].flatten(0, 1).where(is_live[:, None], 0.0) for part in range(2))
@@ -159,7 +159,7 @@ def store_heads(
         positions: `[tokens]` int64, needed with `rope`.
         norm: None: no norm of heads.
     """
-    page, kv_heads = store.geometry.page_size, store.geometry.kv_heads[layer]
+    kv_heads = store.geometry.kv_heads[layer]
     q_heads = heads.shape[1] - 2 * kv_heads
     q, k, v = heads.split([q_heads, kv_heads, kv_heads], dim=1)
     if norm is not None:
@@ -168,11 +168,8 @@ def store_heads(
         cos, sin = rope[positions].unsqueeze(2).unbind(1)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     q_out.copy_(q)
-    pages = store.layer(layer)
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            pages[slot // page, :, 0, slot % page] = k[token].to(pages.dtype)
-            pages[slot // page, :, 1, slot % page] = v[token].to(pages.dtype)
+    is_stored = slots >= 0
+    store.write(layer, slots[is_stored], k[is_stored], v[is_stored])
 
 
 def _normed(x: Tensor, weight: Tensor, norm: HeadNorm) -> Tensor:
