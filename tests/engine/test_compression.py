@@ -71,7 +71,7 @@ def engine_on(
         EngineLimits(max_model_len=min(blocks * PAGE, 1000), vocabulary=spec.vocabulary),
         KeySpace(model=spec.fingerprint, rope=spec.rope, kv_format="f32", page_size=PAGE, numerics="fast"),
         blocks,
-        ModelRunner(model, store, attention_backend(backend, store)),
+        ModelRunner(model, store, attention_backend(backend, store, numerics=spec.numerics)),
         store,
         compressor=Watched(store, Rotary(inv_freq=model.inv_freq)),
     )
@@ -213,6 +213,38 @@ def test_texts_do_not_hang_on_company_arrival_chunks_preemption_or_what_was_cach
         assert [text(request) for request in warm] == alone
         if engine.prefix.enabled and engine.pool.total > 100:
             assert sum(request.cached_tokens for request in warm) > 200
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "keydiff"])
+def test_in_exact_numerics_every_log_probability_is_the_same_to_the_bit_in_all_these_ways(policy: str) -> None:
+    model = toy_model(max_positions=1024, dtype=torch.bfloat16, numerics="exact")
+    options = {"policy": policy, "budget": 0.3, "trigger": "every:7", "allocator": "pooled"} | SMALL
+    shared = prompt_of(120, seed=4)
+    prompts = [shared[: 30 * n] + prompt_of(50 + 11 * n, seed=n) for n in range(1, 5)]
+
+    def logprobs(engine: Engine, asked: list[list[int]], preempt_every: int = 0) -> dict[int, list[tuple[Any, ...]]]:
+        params = SamplingParams(max_tokens=20, temperature=0.0, logprobs=5, kv_cache=options)
+        for prompt in asked:
+            engine.add(prompt, params)
+        found: dict[int, list[tuple[Any, ...]]] = {}
+        while engine.has_work:
+            for out in engine.step():
+                assert out.token is not None
+                key = len(out.request.prompt_token_ids)
+                found.setdefault(key, []).append(tuple(entry.logprob for entry in out.token.logprobs or ()))
+            if preempt_every and engine.steps % preempt_every == 0 and engine.scheduler.running:
+                engine.scheduler._preempt(engine.scheduler.running[-1])
+        return found
+
+    alone: dict[int, list[tuple[Any, ...]]] = {}
+    for prompt in prompts:
+        alone |= logprobs(engine_on(model), [prompt])
+    assert logprobs(engine_on(model), prompts) == alone
+    assert logprobs(engine_on(model, budget=33), prompts) == alone
+    disturbed = engine_on(model, budget=64)
+    assert logprobs(disturbed, prompts, preempt_every=3) == alone
+    assert logprobs(disturbed, prompts) == alone, "over a warm prefix cache"
+    assert disturbed.scheduler.preemptions > 5
 
 
 @pytest.mark.parametrize("policy", POLICIES)

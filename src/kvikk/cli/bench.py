@@ -14,6 +14,7 @@ from kvikk.bench.churn import BenchChurnConfig, bench_churn
 from kvikk.bench.explain import explain
 from kvikk.bench.latency import BenchLatencyConfig, bench_latency
 from kvikk.bench.metrics import Goodput
+from kvikk.bench.reclaim import BenchReclaimConfig, bench_reclaim
 from kvikk.bench.results import Reference, write, write_rows
 from kvikk.bench.serve import BenchServeConfig, bench_serve
 from kvikk.bench.step import BenchStepConfig, bench_step
@@ -36,6 +37,7 @@ BENCHMARKS = {
     "attention": "decode attention alone on a GPU, beside FlashInfer",
     "step": "a whole decode step on random weights, beside reading weights and KV once",
     "churn": "short requests in bursts, and how even the steps stay",
+    "reclaim": "what dropping tokens gives back of a fixed KV memory, and how many more requests that serves",
 }
 
 
@@ -51,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parsers["attention"], AttentionBenchConfig)
     add_config_arguments(parsers["step"], BenchStepConfig)
     add_config_arguments(parsers["churn"], BenchChurnConfig)
+    add_config_arguments(parsers["reclaim"], BenchReclaimConfig)
     serve = parsers["serve"]
     lists = serve.add_argument_group("lists", "flags that take several values")
     lists.add_argument(
@@ -73,6 +76,7 @@ def run(parsed: argparse.Namespace) -> int:
         "attention": _attention,
         "step": _step,
         "churn": _churn,
+        "reclaim": _reclaim,
     }
     return runs[parsed.benchmark](parsed)
 
@@ -144,6 +148,15 @@ def _churn(parsed: argparse.Namespace) -> int:
     _show(result.lines())
     if config.churn.json is not None:
         write_rows(Path(config.churn.json), result.header, result.rows)
+    return 0
+
+
+def _reclaim(parsed: argparse.Namespace) -> int:
+    config = build(BenchReclaimConfig, given(resolve(parsed, BenchReclaimConfig)))
+    result = bench_reclaim(config)
+    _show(result.lines())
+    if config.reclaim.json is not None:
+        write_rows(Path(config.reclaim.json), result.header, result.rows)
     return 0
 
 
