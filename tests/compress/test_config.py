@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
+from torch import Tensor
 
-from kvikk.compress import KVCacheParams
+from kvikk.compress import KVCacheParams, LayerView, Signal
 from kvikk.compress.allocators import Pooled
 from kvikk.compress.policies.h2o import H2O
 from kvikk.compress.policies.snapkv import SnapKV
+from kvikk.compress.registry import GROUP, Registry
 from kvikk.errors import InvalidRequest
 
 OPERATOR = KVCacheParams(policy="snapkv", policy_options={"kernel": 7}, budget="25%", trigger="every:128", window=64)
@@ -99,8 +103,36 @@ def test_a_request_may_have_everything_kept() -> None:
     assert KVCacheParams.from_dict({"policy": "full"}, default=OPERATOR).is_full
 
 
+def test_a_budget_of_just_what_always_stays_is_taken() -> None:
+    assert KVCacheParams(policy="knorm", budget=36).method.budget.amount == 36
+
+
+@dataclass(frozen=True, kw_only=True)
+class Greedy:
+    """Wants more queries than an engine holds."""
+
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.QUERIES})
+    query_window: int = 4096
+
+    def score(self, view: LayerView) -> Tensor:
+        return view.live.float()
+
+
+def test_more_queries_than_an_engine_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry([EntryPoint("greedy", f"{__name__}:Greedy", GROUP)])
+    monkeypatch.setattr("kvikk.compress.config.installed", lambda: registry)
+    with pytest.raises(InvalidRequest, match="ask for 4096 queries: an engine holds up to 1024 of a row") as caught:
+        KVCacheParams(policy="greedy", budget="50%")
+    assert caught.value.param == "kv_cache.policy_options"
+    assert KVCacheParams(policy="greedy", policy_options={"query_window": 1024}, budget="50%").method.policy
+
+
 def test_params_cross_processes_as_they_are() -> None:
-    for params in (OPERATOR, KVCacheParams(policy="h2o", budget=1.0), KVCacheParams(policy="h2o", budget=2048)):
+    a_token = KVCacheParams(policy="h2o", budget=1, sinks=0, window=0)
+    assert not a_token.is_full
+    everything = KVCacheParams(policy="h2o", budget=1.0)
+    for params in (OPERATOR, a_token, everything, KVCacheParams(policy="h2o", budget=2048)):
         assert params.method
         assert pickle.loads(pickle.dumps(params)) == params
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=KVCacheParams) == params
+        assert msgspec.json.decode(msgspec.json.encode(params), type=KVCacheParams).is_full == params.is_full

@@ -29,6 +29,18 @@ def test_of_equal_scores_the_lower_position_stays_wherever_it_lies() -> None:
     assert kept_positions([1.0, 1.0, 1.0, 1.0], lane(7, 2, 5, 3), 2) == [2, 3]
 
 
+def test_scores_below_zero_zero_and_tiny_ones_are_told_apart() -> None:
+    scores = [-1e-45, 1e-45, -3.0, 3.4e38, -3.4e38, 2.0]
+    best = [3, 5, 1, 0, 2, 4]
+    for count in range(1, 7):
+        assert kept_positions(scores, lane(0, 1, 2, 3, 4, 5), count) == sorted(best[:count])
+
+
+def test_zero_and_minus_zero_are_equal() -> None:
+    assert kept_positions([-0.0, 0.0, -0.0], lane(0, 1, 2), 1) == [0]
+    assert kept_positions([0.0, -0.0, 0.0], lane(2, 0, 1), 2) == [0, 1]
+
+
 def test_sinks_and_window_stay_whatever_they_are_scored() -> None:
     scores = [-torch.inf, 5.0, 6.0, 7.0, -torch.inf]
     assert kept_positions(scores, lane(0, 1, 2, 3, 4), 3, sinks=1, window=1) == [0, 3, 4]

@@ -29,6 +29,7 @@ def test_every_field_survives_the_way_between_processes() -> None:
         repetition_penalty=1.25, logit_bias={7: -100.0, 2**31: 0.5}, seed=2**64 - 1, max_tokens=9, min_tokens=3,
         stop="end", stop_token_ids={5}, ignore_eos=True, include_stop_str_in_output=True, logprobs=3, prompt_logprobs=0,
         structured_outputs=StructuredOutputsParams(choice=["yes", "no"]), skip_special_tokens=False,
+        kv_cache={"policy": "snapkv", "budget": 0.5},
     )  # fmt: skip
     neutral = SamplingParams()
     unchanged = [field.name for field in fields(params) if getattr(params, field.name) == getattr(neutral, field.name)]

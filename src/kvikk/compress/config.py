@@ -74,9 +74,8 @@ class KVCacheParams:
             _refuse("policy", f"is {self.policy!r}: it must be a name, `kvikk policies` lists them")
         self._check_trigger()
         self._check_budget()
-        if (
-            isinstance(self.budget, int | float) and self.budget > 1
-        ):  # tokens: 1 and 1.0 differ, and JSON may mix them up
+        # As text: 1 is a token and 1.0 is everything, and not every way between processes tells them apart.
+        if isinstance(self.budget, int | float) and self.method.budget.unit == "tokens":
             object.__setattr__(self, "budget", str(int(self.budget)))
 
     @classmethod

@@ -7,11 +7,15 @@ from torch import Tensor
 
 from kvikk.compress.slots import LayerSlots
 
+FIRST, LAST = -(2**63), 2**63 - 1
+"""Sorting keys before and after those of all scores."""
+
 
 def ranking(scores: Tensor, slots: LayerSlots, first: Tensor) -> Tensor:
     """The place of each slot in its lane's order of keeping, from 0: those of `first`, then by score, then the dead.
 
-    Of equal scores the lower position comes first. A live slot of -inf is the last of the live ones.
+    Of equal scores the lower position comes first, and of equal positions the earlier slot. A live slot of -inf is the
+    last of the live ones.
 
     Args:
         scores: `[kv_heads, slots]` fp32; a live slot has a finite one or -inf.
@@ -21,10 +25,11 @@ def ranking(scores: Tensor, slots: LayerSlots, first: Tensor) -> Tensor:
     Returns:
         `[kv_heads, slots]` int64.
     """
-    by_position = slots.order
-    ranked = scores.masked_fill(first, torch.inf).masked_fill(~slots.live, -torch.inf).gather(-1, by_position)
-    # Stable: dead slots stand last in the order of positions, and so stay behind a live one of -inf.
-    order = by_position.gather(-1, ranked.argsort(dim=-1, descending=True, stable=True))
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0: they are equal
+    ascending = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long()  # integers in the order of the floats
+    key = (-ascending << 32) | slots.positions  # one key for both: the best first, then the lower position
+    key = torch.where(first, slots.positions + FIRST, key).masked_fill_(~slots.live, LAST)
+    order = key.argsort(dim=-1, stable=True)
     place = torch.arange(order.shape[1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter(-1, order, place)
 
