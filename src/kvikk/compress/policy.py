@@ -20,6 +20,8 @@ class Policy(Protocol):
 
     - `query_window: int`: how many of the row's last queries it wants in `view.queries`. Needed with `Signal.QUERIES`.
     - `state: tuple[str, ...]`: names that it remembers a number for each slot by.
+    - `lanewise: bool`: the scores of a KV head hang on that KV head alone, and not on `view.layer`, `view.layers` or
+      `view.budget`. Several layers may then be shown as one that has the KV heads of all of them, which saves launches.
     - `recent(budget: int) -> int`: so many of the last tokens are kept without asking the policy. It never gets more
       than the budget leaves beside the sinks.
     - `cost: str`: what it costs besides its signals, in a few words.
@@ -53,6 +55,11 @@ def state_names(policy: Policy) -> tuple[str, ...]:
 def recent_tokens(policy: Policy, budget: int) -> int:
     """How many of the last tokens a policy wants kept in any case."""
     return int(policy.recent(budget)) if hasattr(policy, "recent") else 0
+
+
+def is_lanewise(policy: Policy) -> bool:
+    """Whether several layers may be shown as one."""
+    return bool(getattr(policy, "lanewise", False))
 
 
 def score_layer(name: str, policy: Policy, view: LayerView) -> Tensor:

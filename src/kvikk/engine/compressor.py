@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -17,6 +18,7 @@ from kvikk.compress import (
     Signals,
     accumulated_attention,
     check_scores,
+    is_lanewise,
     query_window,
     state_names,
 )
@@ -30,6 +32,9 @@ MASS: Final = "attention mass"
 """The state in which the engine carries a row's attention mass from trigger to trigger."""
 PROMPT_QUERIES: Final = 64
 """Of a prompt, so many of the last queries enter the attention mass."""
+NUMBERS_AT_ONCE: Final = 2**25
+"""Of keys, or of attention weights, that a policy is shown at a time where it can be shown several layers: 128 MiB in
+fp32."""
 NOTE_BYTES: Final = 4
 """Of a position, and of each number that is remembered, for every slot of every lane."""
 
@@ -94,17 +99,18 @@ class PolicyCompressor:
         frames = torch.from_numpy(held.frames).to(self._store.device)
         remembered = self._remembered(row, method, held)
         scores: list[Tensor] = []
-        for layer, quota in enumerate(quotas):
-            lanes = slice(geometry.first_frame[layer], geometry.first_frame[layer] + geometry.kv_heads[layer])
+        for layers in self._shown_together(row, method, held, quotas):
+            first, last = layers[0], layers[-1]
+            lanes = slice(geometry.first_frame[first], geometry.first_frame[last] + geometry.kv_heads[last])
             slots = LayerSlots(positions=held.positions[lanes].long(), live=held.live[lanes], length=row.front)
             of_layer = {name: values[lanes] for name, values in remembered.items()}
             view = LayerView(
-                layer=layer,
+                layer=first,
                 layers=geometry.layers,
                 slots=slots,
-                budget=quota,
-                scale=1.0 if row.queries is None else row.queries.scales[layer],
-                signals=self._signals(row, method, slots, frames[lanes], layer, of_layer.pop(MASS, None)),
+                budget=quotas[first],
+                scale=1.0 if row.queries is None else row.queries.scales[first],
+                signals=self._signals(row, method, slots, frames[lanes], layers, of_layer.pop(MASS, None)),
                 needs=method.policy.needs,
                 seed=row.request.seed,
                 since=_last_trigger(row),
@@ -119,18 +125,34 @@ class PolicyCompressor:
         keep = method.select(torch.cat(scores), everything, quotas, geometry.kv_heads, unfinished)
         return Choice(keep, keep.sum(1).cpu().numpy(), remembered)
 
+    def _shown_together(self, row: Row, method: Method, held: Held, quotas: list[int]) -> list[range]:
+        """The layers, cut where two of them cannot be shown to the policy as one, or would be too large together."""
+        geometry, slots = self._store.geometry, held.live.shape[1]
+        scales = [0.0] * geometry.layers if row.queries is None else row.queries.scales
+        window = 0 if row.queries is None else len(row.queries.positions) * row.queries.rotated.shape[2]
+        most = 1
+        if is_lanewise(method.policy):
+            of_layer = slots * max(max(geometry.kv_heads) * geometry.head_dim, window)
+            most = max(1, NUMBERS_AT_ONCE // of_layer)
+        kinds = list(zip(geometry.kv_heads, scales, strict=True))
+        cuts = [0]
+        for layer in range(1, geometry.layers):
+            if layer - cuts[-1] == most or kinds[layer] != kinds[cuts[-1]]:
+                cuts.append(layer)
+        return [range(start, stop) for start, stop in pairwise([*cuts, geometry.layers])]
+
     def _signals(
-        self, row: Row, method: Method, slots: LayerSlots, frames: Tensor, layer: int, mass: Tensor | None
+        self, row: Row, method: Method, slots: LayerSlots, frames: Tensor, layers: range, mass: Tensor | None
     ) -> Signals:
-        """What the policy asked for, of one layer.
+        """What the policy asked for, of one layer or of several in one.
 
         Args:
             row: of which.
             method: whose policy.
-            slots: of the layer.
-            frames: `[kv_heads, columns]` int64.
-            layer: which.
-            mass: `[kv_heads, slots]`, carried from before; None: not asked for.
+            slots: of these layers.
+            frames: `[lanes, columns]` int64.
+            layers: which, one after another.
+            mass: `[lanes, slots]`, carried from before; None: not asked for.
         """
         needs = method.policy.needs
         keys = values = queries = positions = None
@@ -139,14 +161,14 @@ class PolicyCompressor:
         if Signal.VALUES in needs:
             values = self._store.values(frames).flatten(1, 2)
         if row.queries is not None:
-            queries = row.queries.rotated[layer].transpose(0, 1)
+            queries = row.queries.rotated[layers.start : layers.stop].transpose(1, 2).flatten(0, 1)
             positions = torch.arange(row.queries.positions.start, row.front, device=self._store.device)
         if mass is not None:
             assert keys is not None and queries is not None and positions is not None  # noqa: PT018 - as watched
             assert row.queries is not None
             new = row.front - max(_last_trigger(row), row.queries.positions.start)
             mass = mass + accumulated_attention(
-                queries[:, -new:], positions[-new:], keys, slots, scale=row.queries.scales[layer]
+                queries[:, -new:], positions[-new:], keys, slots, scale=row.queries.scales[layers[0]]
             )
         window = query_window(method.policy)
         return Signals(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -144,6 +144,27 @@ def compacted_layer(*, kv_heads: int, group: int, length: int, seed: int = 0) ->
     is_held |= (positions < first) | (positions >= length - last)
     layer = replace(layer, slots=replace(layer.slots, live=live & is_held), since=length - last)
     return layer.in_order(torch.rand(positions.shape, generator=generator).argsort(-1)).with_dead(torch.nan)
+
+
+def stacked(layers: Sequence[Layer]) -> Layer:
+    """Layers of one shape as one that has the KV heads of all of them."""
+
+    def joined(parts: Iterable[Tensor | None]) -> Tensor:
+        return torch.cat([_given(part) for part in parts])
+
+    slots = LayerSlots(
+        positions=torch.cat([layer.slots.positions for layer in layers]),
+        live=torch.cat([layer.slots.live for layer in layers]),
+        length=layers[0].slots.length,
+    )
+    signals = replace(
+        layers[0].signals,
+        keys=joined(layer.signals.keys for layer in layers),
+        values=joined(layer.signals.values for layer in layers),
+        queries=joined(layer.signals.queries for layer in layers),
+        attention_mass=joined(layer.signals.attention_mass for layer in layers),
+    )
+    return replace(layers[0], slots=slots, signals=signals)
 
 
 def _given(tensor: Tensor | None) -> Tensor:

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvikk.compress import Policy, Signal, check_scores, keep_mask, query_window, state_names
+from kvikk.compress import Policy, Signal, check_scores, is_lanewise, keep_mask, query_window, state_names
 from kvikk.compress.policy import recent_tokens, score_layer
 from kvikk.compress.registry import fault_of
-from kvikk.testing.layers import Layer, compacted_layer, fresh_layer
+from kvikk.testing.layers import Layer, compacted_layer, fresh_layer, stacked
 
 COSTLY = frozenset({Signal.KEYS, Signal.VALUES, Signal.QUERIES, Signal.ATTENTION_MASS})
 """Signals that an engine has to gather."""
@@ -132,6 +132,15 @@ class PolicyConformance:
                 assert torch.equal(kept.sum(-1), wanted), f"{what}: {kept.sum(-1)} kept of {count}"
                 assert not (protected & ~kept).any(), what
                 assert not (kept & ~slots.live).any(), what
+
+    def test_layers_that_are_shown_as_one_get_the_scores_of_each(self, policy: Policy) -> None:
+        """If it says that it is `lanewise`: a KV head's scores hang on that KV head alone."""
+        if not is_lanewise(policy):
+            return
+        each = [compacted_layer(kv_heads=2, group=3, length=80, seed=seed) for seed in range(3)]
+        together = stacked(each)
+        wanted = torch.cat([_scores(policy, layer) for layer in each])
+        _assert_close(_scores(policy, together), together, wanted, "three layers as one")
 
     def test_what_it_remembers_is_a_number_for_each_slot(self, policy: Policy) -> None:
         """At a later trigger a layer is shown with what was remembered at the one before."""

@@ -19,7 +19,6 @@ class ExpectedAttention:
     """Keep what a normal model of future queries attends to (Devoto et al., arXiv 2510.00636).
 
     The model is made of the last queries, with their RoPE undone; the paper takes those of the whole prompt.
-
     Args:
         query_window: so many of the last queries make the model.
         future: the rotation of so many positions to come is averaged.
@@ -28,6 +27,7 @@ class ExpectedAttention:
     """
 
     needs: ClassVar[frozenset[Signal]] = frozenset(Signal) - {Signal.ATTENTION_MASS}
+    lanewise: ClassVar[bool] = True
 
     query_window: int = 128
     future: int = 512

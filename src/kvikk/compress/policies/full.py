@@ -17,6 +17,7 @@ class Full:
     """Keep everything: the cache as it is without a policy."""
 
     needs: ClassVar[frozenset[Signal]] = frozenset()
+    lanewise: ClassVar[bool] = True
 
     def score(self, view: LayerView) -> Tensor:
         """All slots matter alike."""

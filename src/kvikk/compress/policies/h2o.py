@@ -23,6 +23,7 @@ class H2O:
     """
 
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.ATTENTION_MASS, Signal.POSITIONS})
+    lanewise: ClassVar[bool] = True
 
     recent_share: float = 0.5
     per_query: bool = False

@@ -20,6 +20,7 @@ class KeyDiff:
     """
 
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.KEYS})
+    lanewise: ClassVar[bool] = True
 
     def score(self, view: LayerView) -> Tensor:
         """Minus the cosine between a key and the mean direction of all live keys."""

@@ -16,6 +16,7 @@ class KNorm:
     """Keep the keys of smallest norm, which draw most attention (Devoto et al., arXiv 2406.11430)."""
 
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.KEYS})
+    lanewise: ClassVar[bool] = True
 
     def score(self, view: LayerView) -> Tensor:
         """Less is more."""

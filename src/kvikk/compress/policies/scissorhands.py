@@ -23,6 +23,7 @@ class Scissorhands:
     """
 
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.KEYS, Signal.QUERIES})
+    lanewise: ClassVar[bool] = True
     state: ClassVar[tuple[str, ...]] = ("hits",)
 
     query_window: int = 128

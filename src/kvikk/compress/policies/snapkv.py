@@ -25,6 +25,7 @@ class SnapKV:
     """
 
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.KEYS, Signal.QUERIES})
+    lanewise: ClassVar[bool] = True
 
     query_window: int = 32
     kernel: int = 5

@@ -20,6 +20,7 @@ class Streaming:
     """
 
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.POSITIONS})
+    lanewise: ClassVar[bool] = True
 
     def score(self, view: LayerView) -> Tensor:
         """Later is better."""
