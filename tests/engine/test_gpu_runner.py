@@ -18,6 +18,7 @@ from kvikk.engine.compressor import PolicyCompressor
 from kvikk.engine.config import SchedulerConfig
 from kvikk.engine.gpu import runner as runner_module
 from kvikk.engine.gpu.descriptor import (
+    COMMAND,
     HEADER,
     IS_ROW,
     IS_STORED,
@@ -83,7 +84,14 @@ def few_runs(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> No
 
 
 def run(
-    kind: Kind, jobs: list[Job], device: torch.device, *, blocks: int = 120, passes: int = 2, preempt_every: int = 0
+    kind: Kind,
+    jobs: list[Job],
+    device: torch.device,
+    *,
+    blocks: int = 120,
+    passes: int = 2,
+    preempt_every: int = 0,
+    watch_window: int = 0,
 ) -> Ran:
     model = toy_model(max_positions=512, device=device)
     store = KVStore(model.spec.geometry(16), blocks + 1, device)
@@ -95,6 +103,7 @@ def run(
         runner = GpuRunner(
             model, store, attention_backend("triton", store),
             max_rows=ROWS, max_tokens=STEP_TOKENS, max_model_len=MAX_LEN, enforce_eager=kind == "eager",
+            watch_window=watch_window,
         )  # fmt: skip
         runner.warm_up(progress=False)
     engine = Engine(
@@ -234,7 +243,7 @@ def test_a_descriptor_has_every_part_at_its_place_and_padding_between(kernel_dev
     shape = StepShape(singles=3, runs=2, tokens=6, outputs=2)
     content = StepContent(
         singles=[4, IS_ROW | IS_STORED, 17, 30], runs=[5, 16, 4, 0], outputs=[0, 4], tokens=[9, 8, 7, 6],
-        commands=[4, 1, 2, 3, 5, 6, 7, 8], writes=[40, 3, 41, 2],
+        commands=[4, *range(1, COMMAND)], writes=[40, 3, 41, 2],
     )  # fmt: skip
     buffer = DescriptorBuffer(100, kernel_device)
     buffer.device_words.fill_(-77)
@@ -242,13 +251,13 @@ def test_a_descriptor_has_every_part_at_its_place_and_padding_between(kernel_dev
         buffer.send(StepContent(singles=[1] * 12, outputs=[1] * 4, tokens=[1] * 6, runs=[1] * 8), shape)
         buffer.send(content, shape)
         words = buffer.device_words.tolist()
-        assert words[:HEADER] == [2, 46, 1, 38, 1, 0, 0, 0]
+        assert words[:HEADER] == [2, 38 + COMMAND, 1, 38, 1, 0, 0, 0]
         assert words[HEADER : shape.runs_at] == [4, IS_ROW | IS_STORED, 17, 30] + [0] * 2 * SINGLE
         assert words[shape.runs_at : shape.outputs_at] == [5, 16, 4, 0] + [0] * 4
         assert words[shape.outputs_at : shape.tokens_at] == [0, 4, -1, -1]
         assert words[shape.tokens_at : shape.fixed_words] == [9, 8, 7, 6, 0, 0]
-        assert words[38:46] == content.commands
-        assert words[46 : content.words(shape)] == content.writes
+        assert words[38 : 38 + COMMAND] == content.commands
+        assert words[38 + COMMAND : content.words(shape)] == content.writes
     assert set(words[content.words(shape) :]) == {-77}
 
 
@@ -266,7 +275,7 @@ def test_a_rows_sampling_is_told_once_with_its_floats_and_its_seed_as_bits() -> 
     mirror = seats.mirror(row, commands)
     assert seats.mirror(row, commands) is mirror
     words = np.array(commands, dtype=np.int32)
-    assert len(words) == 8
+    assert len(words) == COMMAND
     assert words[[0, 2, 7]].tolist() == [mirror.seat, 9, 0]
     assert words[[1, 3, 4]].view(np.float32).tolist() == [0.75, 0.5, 0.125]
     assert int(words[5:7].view(np.uint64)[0]) == 2**63 + 5
@@ -315,9 +324,9 @@ def test_seats_are_given_back_when_they_run_out_and_only_by_rows_that_do_not_run
     later = [seats.mirror(row, commands).seat for row in rows[3:]]
     assert sorted(later) == sorted([taken[0], taken[2]])
     assert len(seats) == 3
-    assert len(commands) == 16
+    assert len(commands) == 2 * COMMAND
     assert seats.mirror(rows[1], commands).seat == taken[1]
-    assert len(commands) == 16
+    assert len(commands) == 2 * COMMAND
 
 
 def test_a_position_that_moved_on_without_the_device_counts_no_more() -> None:
@@ -329,23 +338,30 @@ def test_a_position_that_moved_on_without_the_device_counts_no_more() -> None:
     assert len(seats) == 1
 
 
+@pytest.mark.parametrize("watch_window", [0, 64], ids=["queries are kept by plain steps", "by any step"])
 def test_compressed_rows_get_the_texts_of_the_plain_runner_in_eager_and_captured_steps(
-    kernel_device: torch.device, few_runs: None
+    watch_window: int, kernel_device: torch.device, few_runs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = []
     for index, (prompt, options) in enumerate(jobs_of(6, longest=90, max_tokens=14)):
         kv_cache = {"budget": 0.4, "sinks": 2, "window": 16, "trigger": "every:5", "allocator": "pooled"}
-        kv_cache["policy"] = ["knorm", "snapkv", "random"][index % 3]
+        kv_cache["policy"] = ["h2o" if watch_window else "knorm", "snapkv", "random"][index % 3]
         jobs.append((prompt, options | ({"kv_cache": kv_cache} if index != 2 else {})))
+    all_jobs = jobs
     plain = run("plain", jobs, kernel_device)
     kept = [request.kv_usage for request in plain.requests if request.kv_usage is not None]
     assert sum(usage.compactions for usage in kept) > 6
+    if watch_window:
+        monkeypatch.setattr(ModelRunner, "execute", None)
+        jobs = [job for job in jobs if "prompt_logprobs" not in job[1]]
+        plain.texts = [[t for t, job in zip(texts, all_jobs, strict=True) if job in jobs] for texts in plain.texts]
     kinds: list[Kind] = ["eager", "graph"] if kernel_device.type == "cuda" else ["eager"]
     for kind in kinds:
-        ours = run(kind, jobs, kernel_device)
+        ours = run(kind, jobs, kernel_device, watch_window=watch_window)
         assert ours.texts == plain.texts
         assert isinstance(ours.runner, GpuRunner)
         assert any(shape.ragged for shape in [*ours.runner._eager, *ours.runner._captured])
-    disturbed = run("eager", jobs, kernel_device, passes=1, preempt_every=5)
+    monkeypatch.undo()
+    disturbed = run("eager", jobs, kernel_device, passes=1, preempt_every=5, watch_window=watch_window)
     assert disturbed.preemptions > 3
     assert disturbed.texts[0] == plain.texts[0]

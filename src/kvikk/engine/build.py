@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvikk.attention import AttentionBackend, attention_backend
 from kvikk.compress import Rotary
-from kvikk.engine.compressor import PolicyCompressor
+from kvikk.engine.compressor import PolicyCompressor, watch_window
 from kvikk.engine.config import EngineConfig
 from kvikk.engine.core import Engine
 from kvikk.engine.limits import EngineLimits
@@ -17,7 +17,7 @@ from kvikk.engine.step import Runner
 from kvikk.errors import ConfigError
 from kvikk.geometry import KVGeometry
 from kvikk.grammar import GrammarCompiler
-from kvikk.memory import KVStore, check_device, format_bytes, pool_blocks
+from kvikk.memory import QUANTISED, KVStore, check_device, format_bytes, pool_blocks
 from kvikk.models import CausalLM, LlamaModel, LoadedModel, load_model
 from kvikk.prefix import KeySpace
 
@@ -56,9 +56,10 @@ class Capacity:
         return self.blocks // self.geometry.blocks_for(self.max_model_len)
 
     def __str__(self) -> str:
+        quantised = "" if self.geometry.quantised is None else f" as {self.geometry.format}"
         return (
-            f"KV memory: {format_bytes(self.size_bytes)} = {self.tokens:,} tokens in {self.blocks:,} blocks of "
-            f"{self.geometry.page_size}; {self.full_length_requests:,} requests of {self.max_model_len:,} tokens fit"
+            f"KV memory: {format_bytes(self.size_bytes)} = {self.tokens:,} tokens{quantised} in {self.blocks:,} blocks "
+            f"of {self.geometry.page_size}; {self.full_length_requests:,} requests of {self.max_model_len:,} tokens fit"
         )
 
 
@@ -106,7 +107,7 @@ def build_engine(
     spec = model.spec
     if config.numerics == "exact" and spec.numerics != "exact":
         raise ConfigError(f"--numerics exact: {spec.name} was loaded for {spec.numerics}: load it for exact as well")
-    geometry = spec.geometry(config.memory.block_size)
+    geometry = spec.geometry(config.memory.block_size, QUANTISED.get(config.memory.kv_dtype))
     device = config.model.torch_device()
     tokens = config.scheduler.step_tokens(device.type)
     config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=tokens))
@@ -119,7 +120,7 @@ def build_engine(
     keyspace = KeySpace(
         model=spec.fingerprint,
         rope=spec.rope,
-        kv_format=str(spec.dtype).removeprefix("torch."),
+        kv_format=geometry.format,
         page_size=geometry.page_size,
         numerics=config.numerics,
     )
@@ -145,6 +146,7 @@ def fastest_runner(
         return ModelRunner(model, store, backend)
     from kvikk.engine.gpu.runner import GpuRunner  # imports triton
 
+    kv_cache = config.kv_cache.params
     runner = GpuRunner(
         model,
         store,
@@ -154,7 +156,8 @@ def fastest_runner(
         max_model_len=capacity.max_model_len,
         numerics=config.numerics,
         enforce_eager=config.enforce_eager,
-        ragged=config.kv_cache.params is not None,
+        ragged=kv_cache is not None,
+        watch_window=0 if kv_cache is None else watch_window(kv_cache),
     )
     runner.warm_up()
     return runner

@@ -78,14 +78,14 @@ class PolicyCompressor:
         """See `Compressor.next_trigger`."""
         params = row.request.kv_cache
         assert params is not None
-        trigger = len(row.request.prompt_token_ids)
-        new = PROMPT_QUERIES
-        if row.compress_at is not None:
-            if params.every is None:
-                return None, range(0)
-            trigger, new = row.compress_at + params.every, params.every
-        policy = params.method.policy
-        window = max(query_window(policy), new if Signal.ATTENTION_MASS in policy.needs else 0)
+        if row.compress_at is None:
+            trigger = len(row.request.prompt_token_ids)
+            window = watch_window(params, PROMPT_QUERIES)
+        elif params.every is None:
+            return None, range(0)
+        else:
+            trigger = row.compress_at + params.every
+            window = watch_window(params, params.every)
         return trigger, range(max(0, trigger - window), trigger)
 
     @torch.inference_mode()
@@ -201,6 +201,19 @@ class PolicyCompressor:
         """What goes with each slot from trigger to trigger besides its position."""
         mass = (MASS,) if Signal.ATTENTION_MASS in method.policy.needs else ()
         return (*state_names(method.policy), *mass)
+
+
+def watch_window(params: KVCacheParams, new: int | None = None) -> int:
+    """How many of the last queries before a trigger a policy will look at.
+
+    Args:
+        params: of the request.
+        new: of those that came since the trigger before, so many enter the attention mass; None: as many as ever do.
+    """
+    policy = params.method.policy
+    if new is None:
+        new = max(PROMPT_QUERIES, params.every or 0)
+    return max(query_window(policy), new if Signal.ATTENTION_MASS in policy.needs else 0)
 
 
 def _method(row: Row) -> Method:

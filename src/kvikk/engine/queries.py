@@ -19,11 +19,17 @@ class WatchedQueries:
         positions: which ones there is a place for.
         rotated: `[layers, len(positions), q_heads, head_dim]`, in the model's dtype; zero where not computed yet.
         scales: of each layer's attention.
+        is_borrowed: `rotated` is part of a runner's own buffer, and the row's while it has its seat there.
     """
 
     positions: range
     rotated: Tensor
     scales: Sequence[float]
+    is_borrowed: bool = False
+
+    def own(self) -> WatchedQueries:
+        """The same in memory of their own."""
+        return WatchedQueries(self.positions, self.rotated.clone(), list(self.scales))
 
     def moved_to(self, positions: range) -> WatchedQueries:
         """The same for later positions; what was seen of them already is seen still. The old ones stay as they are."""

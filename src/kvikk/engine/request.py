@@ -213,9 +213,10 @@ class Row:
 
     def set_trigger(self, compress_at: int | None, watched: range) -> None:
         """Have the row compacted when it reaches a position. Queries that were seen already are seen still."""
-        self.compress_at, self.watched = compress_at, watched
         if self.queries is not None:
-            self.queries = self.queries.moved_to(watched) if watched else None
+            overlaps = watched.start < self.watched.stop and len(watched) > 0
+            self.queries = self.queries.moved_to(watched) if overlaps else None
+        self.compress_at, self.watched = compress_at, watched
 
     def expect(self, *, is_last: bool) -> None:
         """A token is being sampled: a place is kept for it. Unless it is the last, it is what the next step computes.
@@ -251,7 +252,7 @@ class Row:
             keys=list(self.keys),
             compress_at=self.compress_at,
             watched=self.watched,
-            queries=self.queries,
+            queries=None if self.queries is None else self.queries.own(),
             history=None if self.history is None else self.history.copy(),
             grammar=None if self.grammar is None else self.grammar.copy(),
         )

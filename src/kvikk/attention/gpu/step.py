@@ -10,6 +10,7 @@ from torch import Tensor
 from kvikk.attention.gpu.attend import Bias
 from kvikk.attention.gpu.rows import DecodeRoute, DecodeRows, RunRows
 from kvikk.attention.gpu.store import store_heads
+from kvikk.attention.gpu.watch import QueryWatch, keep_queries
 from kvikk.attention.gpu.worklist import WorkListDecode, WorkListRuns
 from kvikk.memory.storage import KVStore
 from kvikk.models.protocol import HeadNorm
@@ -59,16 +60,24 @@ class GpuStep:
         runs: the other rows; None: there are none.
         slots: `[tokens]` int64, where each token's K and V are stored; -1: nowhere.
         positions: `[tokens]` int64, of each token.
+        watch: where queries are kept; None: none are.
     """
 
     def __init__(
-        self, store: KVStore, singles: Singles | None, runs: Runs | None, slots: Tensor, positions: Tensor
+        self,
+        store: KVStore,
+        singles: Singles | None,
+        runs: Runs | None,
+        slots: Tensor,
+        positions: Tensor,
+        watch: QueryWatch | None = None,
     ) -> None:
         self.store = store
         self.singles = singles
         self.runs = runs
         self.slots = slots
         self.positions = positions
+        self.watch = watch
 
     def plan(self) -> None:
         """Make the work lists; before the first layer, on the stream that the layers run on."""
@@ -93,6 +102,9 @@ class GpuStep:
         return self._attend(layer, q, scale)
 
     def _attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
+        if self.watch is not None:
+            self.watch.scales[layer] = scale
+            keep_queries(q, self.watch.places, self.watch.buffer[layer])
         out = torch.empty_like(q)
         first = 0
         if self.singles is not None:

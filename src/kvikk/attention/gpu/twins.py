@@ -179,6 +179,12 @@ def _normed(x: Tensor, weight: Tensor, norm: HeadNorm) -> Tensor:
     return (scaled.to(x.dtype).float() * weight.float()).to(x.dtype)
 
 
+def keep_queries(q: Tensor, places: Tensor, target: Tensor) -> None:
+    """Copy the queries that have a place, as `watch.keep_queries` does."""
+    kept = places >= 0
+    target[places[kept].long()] = q[kept]
+
+
 def gather_rows(source: Tensor, target: Tensor, source_rows: Tensor, target_rows: Tensor, count: Tensor) -> None:
     """Copy `source[source_rows[i]]` to `target[target_rows[i]]` for every i below `count`.
 

@@ -36,6 +36,9 @@ class BodyArena:
         self._held: dict[int, Body] = {}
         self._end = 0
 
+    def __contains__(self, seat: int) -> bool:
+        return seat in self._held
+
     def put(self, seat: int, body: Body) -> None:
         """The row at this seat has this body now."""
         self._held[seat] = body

@@ -23,9 +23,9 @@ RUN: Final = 4
 """Words of a run: seat, first position, tokens, first token (negated and less one: K and V are not stored)."""
 OUTPUT: Final = 2
 """Words of an output: token of the step, seat (-1: there is no such output)."""
-COMMAND: Final = 9
+COMMAND: Final = 11
 """Words of a command to a seat: seat, temperature, top-k, top-p, min-p, seed (two words), choice, where its tail
-begins."""
+begins, first position whose query is kept, and the one after the last."""
 WRITE: Final = 2
 """Words of a table write: place in the flattened tables, block."""
 
@@ -45,6 +45,7 @@ class StepShape:
         tokens: queries of these runs.
         outputs: tokens whose successor is sampled.
         ragged: rows may have bodies, which take a plan for each layer.
+        watched: queries may be kept.
     """
 
     singles: int
@@ -52,6 +53,7 @@ class StepShape:
     tokens: int
     outputs: int
     ragged: bool = False
+    watched: bool = False
 
     @property
     def all_tokens(self) -> int:
@@ -91,6 +93,7 @@ class StepContent:
         commands: flat, `COMMAND` numbers each.
         writes: flat, `WRITE` numbers each.
         ragged: whether a row has a body.
+        watched: whether queries of a row are kept.
     """
 
     singles: list[int] = field(default_factory=list)
@@ -100,6 +103,7 @@ class StepContent:
     commands: list[int] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
     ragged: bool = False
+    watched: bool = False
 
     def words(self, shape: StepShape) -> int:
         """How long the packed descriptor is."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvikk.attention.gpu.attend import Partials
 from kvikk.attention.gpu.rows import Bodies, DecodeRows, RunRows
 from kvikk.attention.gpu.step import GpuStep, Runs, Singles
+from kvikk.attention.gpu.watch import QueryWatch
 from kvikk.attention.gpu.worklist import WorkListDecode, WorkListRuns
 from kvikk.engine.gpu.descriptor import StepShape
 from kvikk.engine.gpu.sampling import DeviceSampling, SampledOnDevice, sample_on_device
@@ -42,6 +43,9 @@ class Machine:
         store: the pool.
         state: the seats.
         bodies: of compressed rows, by seat.
+        watch_window: queries that can be kept of a seat.
+        queries: `[layers, seats * watch_window, q_heads, head_dim]`; None: none are kept.
+        scales: of each layer's attention, as far as known.
         words: the descriptor on the device.
         numerics: of attention.
         workspace: shared.
@@ -51,6 +55,9 @@ class Machine:
     store: KVStore
     state: SeatState
     bodies: Bodies
+    watch_window: int
+    queries: Tensor | None
+    scales: list[float]
     words: Tensor
     numerics: Numerics
     workspace: Workspace
@@ -90,7 +97,11 @@ class StepProgram:
             i = self.inputs
             run_rows = RunRows(state.tables, i.run_seats, i.run_starts, i.run_lengths, i.run_offsets, bodies)
             runs = Runs(run_rows, attention)
-        self._step = GpuStep(store, singles, runs, self.inputs.slots, self.inputs.positions)
+        watch = None
+        if shape.watched:
+            assert machine.queries is not None
+            watch = QueryWatch(machine.queries, self.inputs.places, machine.scales)
+        self._step = GpuStep(store, singles, runs, self.inputs.slots, self.inputs.positions, watch)
         outputs, device = shape.outputs, store.device
         self._sampled = SampledOnDevice(
             tokens=torch.zeros(outputs, dtype=torch.int64, device=device),
@@ -109,7 +120,10 @@ class StepProgram:
     def compute(self) -> None:
         """Issue every kernel of the step: on a GPU this returns before they have run."""
         machine, inputs = self._machine, self.inputs
-        derive(machine.words, machine.state, inputs, page_size=machine.store.geometry.page_size)
+        derive(
+            machine.words, machine.state, inputs,
+            page_size=machine.store.geometry.page_size, watch_window=machine.watch_window,
+        )  # fmt: skip
         self._step.plan()
         hidden = machine.model.forward(inputs.token_ids, inputs.positions, self._step, inputs.outputs_at)
         self.logits = machine.model.head(hidden)

@@ -26,6 +26,7 @@ from kvikk.engine.gpu.descriptor import (
 from kvikk.engine.gpu.program import Machine, StepProgram, Workspace
 from kvikk.engine.gpu.seats import Mirror, SeatMap, seat_command
 from kvikk.engine.gpu.state import SeatState
+from kvikk.engine.queries import WatchedQueries
 from kvikk.engine.runner import ModelRunner, sampling_tasks
 from kvikk.engine.sampler import SampledToken, sample
 from kvikk.engine.step import RowResult, ScheduledRow, StepPlan
@@ -64,6 +65,8 @@ class GpuRunner:
         numerics: of attention; the model is made for the same.
         enforce_eager: capture nothing.
         ragged: capture also, at the start, what serves compressed rows; else that waits for the first of them.
+        watch_window: queries that are kept of each row while captured steps run; steps that would have to keep more run
+            uncaptured.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class GpuRunner:
         numerics: Numerics = "fast",
         enforce_eager: bool = False,
         ragged: bool = False,
+        watch_window: int = 0,
     ) -> None:
         is_cuda = store.device.type == "cuda"
         page = store.geometry.page_size
@@ -88,17 +92,27 @@ class GpuRunner:
         self._max_rows = max_rows
         self._sizes = decode_sizes(max_rows)
         self._sizes_beside_prompts = [0, *(size for size in (16, 64) if size < max_rows), max_rows]
-        self._seats = SeatMap(seats, max_blocks)
+        self._seats = SeatMap(seats, max_blocks, self._detach)
         largest = StepShape(singles=max_rows, runs=max_tokens, tokens=2 * max_tokens, outputs=2 * max_rows)
         words = largest.fixed_words + COMMAND * max_rows + 2 * TABLE_WRITES
         self._descriptor = DescriptorBuffer(words, store.device)
         self._arena = BodyArena(seats, store.lanes, len(store.frames), page, store.device)
         self._ragged = ragged
+        geometry, spec = store.geometry, model.spec
+        queries = None
+        if watch_window:
+            places = (seats + 1) * watch_window
+            queries = torch.zeros(
+                (geometry.layers, places, spec.q_heads, geometry.head_dim), dtype=spec.dtype, device=store.device
+            )
         self._machine = Machine(
             model=model,
             store=store,
             state=SeatState(seats, max_blocks, store.device),
             bodies=self._arena.bodies,
+            watch_window=watch_window,
+            queries=queries,
+            scales=[1.0] * geometry.layers,
             words=self._descriptor.device_words,
             numerics=numerics,
             workspace=Workspace(),
@@ -119,7 +133,7 @@ class GpuRunner:
             self._mixed_shape(singles, tokens) for singles in self._sizes_beside_prompts for tokens in GRAPH_TOKENS
         ]
         if self._ragged:
-            shapes += [replace(shape, ragged=True) for shape in shapes]
+            shapes += [replace(shape, ragged=True, watched=self._machine.watch_window > 0) for shape in shapes]
         return sorted(shapes, key=lambda shape: (shape.runs > 0, shape.all_tokens), reverse=True)
 
     def warm_up(self, *, progress: bool = True) -> None:
@@ -139,7 +153,7 @@ class GpuRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[RowResult]:
         """See `engine.step.Runner`."""
-        if any(needs_plain(scheduled) for scheduled in plan.rows):
+        if any(self._needs_plain(scheduled) for scheduled in plan.rows):
             self._seats.forget_positions(scheduled.row for scheduled in plan.rows)
             return self._plain.execute(plan)
         return self._start(plan).results()
@@ -148,7 +162,7 @@ class GpuRunner:
     def launch(self, plan: StepPlan) -> StartedStep | None:
         """See `engine.step.AheadRunner`."""
         for scheduled in plan.rows:
-            if needs_plain(scheduled) or (scheduled.samples and not is_plain(scheduled)):
+            if self._needs_plain(scheduled) or (scheduled.samples and not is_plain(scheduled)):
                 return None
         return self._start(plan)
 
@@ -179,7 +193,9 @@ class GpuRunner:
         for index, (row, runs, samples, _, _) in enumerate(plan.rows):
             mirror = self._seats.mirror(row, commands)
             self._seats.write_table(mirror, writes)
-            self._tell_body(mirror, content)
+            if row.request.kv_cache is not None or mirror.seat in self._arena:
+                self._tell_body(mirror, content)
+                self._tell_watch(mirror, plan.rows[index], content)
             if len(runs) == 1 and runs[0].length == 1:
                 run = runs[0]
                 flags = (IS_ROW | IS_STORED) if run.write else IS_ROW
@@ -219,6 +235,42 @@ class GpuRunner:
             mirror.frames = body.frames
             content.commands += seat_command(mirror)
 
+    def _tell_watch(self, mirror: Mirror, scheduled: ScheduledRow, content: StepContent) -> None:
+        """Have the device keep the queries of a row that its policy will look at."""
+        row = mirror.row
+        if not scheduled.is_watched:
+            return
+        content.watched = True
+        if mirror.watched != row.watched:
+            mirror.watched = row.watched
+            content.commands += seat_command(mirror)
+        if row.queries is None or not row.queries.is_borrowed:
+            kept = self._kept_queries(mirror)
+            if row.queries is not None:  # seen by steps that ran elsewhere, or before the last trigger
+                kept.rotated.copy_(row.queries.rotated)
+            row.queries = kept
+
+    def _kept_queries(self, mirror: Mirror) -> WatchedQueries:
+        """A row's queries where the device keeps them."""
+        machine = self._machine
+        assert machine.queries is not None
+        first = mirror.seat * machine.watch_window
+        return WatchedQueries(
+            mirror.watched, machine.queries[:, first : first + len(mirror.watched)], machine.scales, is_borrowed=True
+        )
+
+    def _detach(self, mirror: Mirror) -> None:
+        """A row loses its seat: what was kept of its queries there becomes its own."""
+        queries = mirror.row.queries
+        if queries is not None and queries.is_borrowed and mirror.row.finish_reason is None:
+            mirror.row.queries = queries.own()
+
+    def _needs_plain(self, scheduled: ScheduledRow) -> bool:
+        """Whether no captured step serves the row: its prompt is scored, or there is no place for its queries."""
+        if scheduled.scores:
+            return True
+        return scheduled.is_watched and len(scheduled.row.watched) > self._machine.watch_window
+
     def _singles_size(self, content: StepContent) -> int:
         """Rows with one query that the step's shape has room for."""
         count = len(content.singles) // SINGLE
@@ -243,11 +295,11 @@ class GpuRunner:
             shape = self._mixed_shape(singles, len(content.tokens), len(content.runs) // RUN, outputs)
         else:
             shape = _decode_shape(singles)
-        if content.ragged:
-            shape = replace(shape, ragged=True)
+        watches = content.watched or (content.ragged and self._machine.watch_window > 0)
+        shape = replace(shape, ragged=content.ragged, watched=watches)
         if shape in self._captured:
             return self._captured[shape]
-        if self._captures and replace(shape, ragged=False) in self._captured:
+        if self._captures and replace(shape, ragged=False, watched=False) in self._captured:
             log.info("capturing a graph for compressed rows: %s", shape)
             return self._capture(shape)
         program = self._eager.pop(shape, None) or StepProgram(self._machine, shape)
@@ -323,11 +375,6 @@ def _decode_shape(rows: int) -> StepShape:
 
 def _power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
-
-
-def needs_plain(scheduled: ScheduledRow) -> bool:
-    """Whether no captured step serves the row: its prompt is scored, or some of its queries are looked at."""
-    return bool(scheduled.scores) or scheduled.is_watched
 
 
 def is_plain(scheduled: ScheduledRow) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvikk.engine.request import Row
@@ -23,6 +23,7 @@ class Mirror:
         last: the block at the last of them.
         position: what the device has as the row's next position; -1: nothing that counts.
         frames: of the body that the device has, as the body had them then; None: it has none.
+        watched: positions whose queries the device keeps.
     """
 
     row: Row
@@ -32,6 +33,7 @@ class Mirror:
     last: int = -1
     position: int = -1
     frames: IntArray | None = None
+    watched: range = range(0)
 
 
 class SeatMap:
@@ -40,12 +42,14 @@ class SeatMap:
     Args:
         seats: how many there are; at least the rows of a step.
         max_blocks: entries of a row's table.
+        on_forget: told of each row that loses its seat.
     """
 
-    def __init__(self, seats: int, max_blocks: int) -> None:
+    def __init__(self, seats: int, max_blocks: int, on_forget: Callable[[Mirror], None] | None = None) -> None:
         self._free = list(range(seats))
         self._mirrors: dict[Row, Mirror] = {}
         self._max_blocks = max_blocks
+        self._on_forget = on_forget
 
     def __len__(self) -> int:
         return len(self._mirrors)
@@ -86,6 +90,8 @@ class SeatMap:
         for row in rows:
             mirror = self._mirrors.pop(row, None)
             if mirror is not None:
+                if self._on_forget is not None:
+                    self._on_forget(mirror)
                 self._free.append(mirror.seat)
 
 
@@ -103,6 +109,8 @@ def seat_command(mirror: Mirror) -> tuple[int, ...]:
         _signed(seed >> 32),
         row.choice,
         row.tail_start,
+        mirror.watched.start,
+        mirror.watched.stop,
     )
 
 

@@ -43,7 +43,7 @@ class SeatState:
 
         self.seats = seats
         self.tables = torch.zeros((seats + 1, max_blocks), dtype=torch.int32, device=device)
-        self.tail_starts = numbers(torch.int32)
+        self.tail_starts, self.watch_starts, self.watch_stops = (numbers(torch.int32) for _ in range(3))
         self.positions = numbers(torch.int32)
         self.tokens = numbers(torch.int32)
         self.temperature, self.top_p, self.min_p = (numbers(torch.float32) for _ in range(3))
@@ -67,6 +67,7 @@ class StepInputs:
         self.token_ids = numbers(shape.all_tokens, torch.int64)
         self.positions = numbers(shape.all_tokens, torch.int64)
         self.slots = numbers(shape.all_tokens, torch.int64)
+        self.places = numbers(shape.all_tokens, torch.int32)
         self.single_seats = numbers(shape.singles, torch.int32)
         self.single_lengths = numbers(shape.singles, torch.int32)
         self.run_seats, self.run_starts, self.run_lengths, self.run_offsets = (
@@ -77,7 +78,7 @@ class StepInputs:
         self.output_positions = numbers(shape.outputs, torch.int64)
 
 
-def derive(words: Tensor, state: SeatState, inputs: StepInputs, *, page_size: int) -> None:
+def derive(words: Tensor, state: SeatState, inputs: StepInputs, *, page_size: int, watch_window: int = 0) -> None:
     """Carry out a descriptor's commands, and fill a step's inputs from it and the seats.
 
     Args:
@@ -85,23 +86,28 @@ def derive(words: Tensor, state: SeatState, inputs: StepInputs, *, page_size: in
         state: of which tables and sampling parameters change.
         inputs: overwritten.
         page_size: slots of a block.
+        watch_window: queries that are kept of a seat, at the most.
     """
     shape = inputs.shape
     _apply[(APPLIERS,)](
         words, state.tables, state.temperature, state.top_k, state.top_p, state.min_p, state.seed, state.choice,
-        state.tail_starts, inputs.token_ids, inputs.positions, inputs.slots, shape.singles, shape.all_tokens,
+        state.tail_starts, state.watch_starts, state.watch_stops,
+        inputs.token_ids, inputs.positions, inputs.slots, inputs.places, shape.singles, shape.all_tokens,
         PROGRAMS=APPLIERS, BLOCK=BLOCK, COMMAND=COMMAND, WRITE=WRITE, num_warps=4,
     )  # fmt: skip
     _derive_rows[(triton.cdiv(max(shape.singles, 1), BLOCK),)](
         words, state.tables, state.tables.stride(0), state.tail_starts, state.positions, state.tokens, state.seats,
-        inputs.token_ids, inputs.positions, inputs.slots, inputs.single_seats, inputs.single_lengths, shape.singles,
+        state.watch_starts, state.watch_stops, watch_window,
+        inputs.token_ids, inputs.positions, inputs.slots, inputs.places,
+        inputs.single_seats, inputs.single_lengths, shape.singles,
         HEADER=HEADER, SINGLE=SINGLE, IS_ROW=IS_ROW, FROM_DEVICE=FROM_DEVICE, IS_STORED=IS_STORED,
         PAGE=page_size, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     if shape.runs:
         _derive_runs[(shape.runs, triton.cdiv(shape.tokens, BLOCK))](
             words, state.tables, state.tables.stride(0), state.tail_starts, state.seats,
-            inputs.token_ids, inputs.positions, inputs.slots,
+            state.watch_starts, state.watch_stops, watch_window,
+            inputs.token_ids, inputs.positions, inputs.slots, inputs.places,
             inputs.run_seats, inputs.run_starts, inputs.run_lengths, inputs.run_offsets,
             shape.runs_at, shape.tokens_at, shape.singles, RUN=RUN, PAGE=page_size, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
@@ -130,8 +136,8 @@ def finish(state: SeatState, inputs: StepInputs, tokens: Tensor, is_bad: Tensor,
 
 @triton.jit
 def _apply(
-    words, tables, temperature, top_k, top_p, min_p, seed, choice, tail_starts,
-    token_ids, positions, slots, singles, all_tokens,
+    words, tables, temperature, top_k, top_p, min_p, seed, choice, tail_starts, watch_starts, watch_stops,
+    token_ids, positions, slots, places, singles, all_tokens,
     PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, COMMAND: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -159,18 +165,22 @@ def _apply(
         tl.store(seed + seat, high | low, mask=mask)
         tl.store(choice + seat, tl.load(record + 7, mask=mask, other=0), mask=mask)
         tl.store(tail_starts + seat, tl.load(record + 8, mask=mask, other=0), mask=mask)
+        tl.store(watch_starts + seat, tl.load(record + 9, mask=mask, other=0), mask=mask)
+        tl.store(watch_stops + seat, tl.load(record + 10, mask=mask, other=0), mask=mask)
     for base in range(singles, all_tokens, PROGRAMS * BLOCK):  # what no run fills is padding
         index = base + lane
         mask = index < all_tokens
         tl.store(token_ids + index, tl.zeros((BLOCK,), dtype=tl.int64), mask=mask)
         tl.store(positions + index, tl.zeros((BLOCK,), dtype=tl.int64), mask=mask)
         tl.store(slots + index, tl.full((BLOCK,), -1, dtype=tl.int64), mask=mask)
+        tl.store(places + index, tl.full((BLOCK,), -1, dtype=tl.int32), mask=mask)
 
 
 @triton.jit
 def _derive_rows(
     words, tables, table_stride, tail_starts, seat_positions, seat_tokens, spare_seat,
-    token_ids, positions, slots, single_seats, single_lengths, singles,
+    watch_starts, watch_stops, watch_window,
+    token_ids, positions, slots, places, single_seats, single_lengths, singles,
     HEADER: tl.constexpr, SINGLE: tl.constexpr, IS_ROW: tl.constexpr, FROM_DEVICE: tl.constexpr,
     IS_STORED: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -192,14 +202,25 @@ def _derive_rows(
     tl.store(token_ids + row, token.to(tl.int64), mask=mask)
     tl.store(positions + row, position.to(tl.int64), mask=mask)
     tl.store(slots + row, tl.where(is_stored, slot, -1), mask=mask)
+    place = _watch_place(seat, position, is_row & mask, watch_starts, watch_stops, watch_window)
+    tl.store(places + row, place, mask=mask)
     tl.store(single_seats + row, seat, mask=mask)
     tl.store(single_lengths + row, tl.where(is_row, tail + 1, 0), mask=mask)
 
 
 @triton.jit
+def _watch_place(seat, position, mask, watch_starts, watch_stops, watch_window):
+    """Where the query of a token is kept; -1: it is not."""
+    start = tl.load(watch_starts + seat, mask=mask, other=0)
+    stop = tl.load(watch_stops + seat, mask=mask, other=0)
+    is_watched = mask & (position >= start) & (position < stop)
+    return tl.where(is_watched, seat * watch_window + position - start, -1)
+
+
+@triton.jit
 def _derive_runs(
-    words, tables, table_stride, tail_starts, spare_seat, token_ids, positions, slots,
-    run_seats, run_starts, run_lengths, run_offsets, runs_at, tokens_at, singles,
+    words, tables, table_stride, tail_starts, spare_seat, watch_starts, watch_stops, watch_window,
+    token_ids, positions, slots, places, run_seats, run_starts, run_lengths, run_offsets, runs_at, tokens_at, singles,
     RUN: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     run = tl.program_id(0)
@@ -223,6 +244,8 @@ def _derive_runs(
     tl.store(token_ids + at, token.to(tl.int64), mask=mask)
     tl.store(positions + at, position.to(tl.int64), mask=mask)
     tl.store(slots + at, tl.where(is_stored, slot, -1), mask=mask)
+    seats = tl.full((BLOCK,), 0, dtype=tl.int32) + seat
+    tl.store(places + at, _watch_place(seats, position, mask, watch_starts, watch_stops, watch_window), mask=mask)
     if tl.program_id(1) == 0:
         tl.store(run_seats + run, seat)
         tl.store(run_starts + run, tail_start)
