@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
+from kvikk.engine import KVCacheUsage
 from kvikk.server.messages import Pin, Ready, RequestState, Snapshot, Stats
 from kvikk.server.metrics import RecentStats
 from kvikk.server.page import page_router
@@ -42,6 +43,7 @@ REQUEST = RequestState(
     blocks=78,
     texts=1,
     preemptions=0,
+    kv_cache=KVCacheUsage("snapkv", compactions=1, tokens=1200, kept_tokens=300.0),
 )
 
 STATS = Stats(

@@ -113,6 +113,9 @@ def test_the_engine_s_gauges_and_counters_are_those_of_its_latest_stats(metrics:
             inserted_blocks=17,
             evicted_blocks=18,
             preemptions=19,
+            compactions=20,
+            dropped_tokens=21.5,
+            freed_frames=22,
         )
     )
     expected = {
@@ -131,6 +134,9 @@ def test_the_engine_s_gauges_and_counters_are_those_of_its_latest_stats(metrics:
         "kv_blocks_inserted_total": 17,
         "kv_blocks_evicted_total": 18,
         "num_preemptions_total": 19,
+        "kv_compactions_total": 20,
+        "kv_tokens_dropped_total": 21.5,
+        "kv_frames_freed_total": 22,
     }
     assert {name: value(metrics, name) for name in expected} == expected
 

@@ -65,6 +65,7 @@ def test_the_page_says_all_without_a_script(page: PageServer) -> None:
     cells = re.findall(r'<t[hd][^>]*data-cell="(\w+)"[^>]*>([^<]+)<', html)
     assert ("id", "cmpl-1") in cells
     assert ("cached", "800") in cells
+    assert ("kept", "25 %, snapkv") in cells
     assert ("name", "system prompt") in cells
     assert '<rect class="cached" height="10" id="bar-cached" x="300.0" width="200.0"/>' in html
     assert re.search(r'<p id="death" role="alert" hidden>', html)

@@ -109,6 +109,18 @@ class Compressor(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class CompactionCounters:
+    """Since the start; only ever grow.
+
+    `dropped_tokens` are means over lanes. `freed_frames` went back to the pool, less those taken to copy to.
+    """
+
+    compactions: int = 0
+    dropped_tokens: float = 0.0
+    freed_frames: int = 0
+
+
 class KVMemory:
     """Gives rows blocks and frames, takes them back, and finds room.
 
@@ -137,6 +149,7 @@ class KVMemory:
         self.page_size = page_size
         self.store = store
         self.compressor = compressor
+        self.counters = CompactionCounters()
         self._bodies: set[Body] = set()
 
     # Room
@@ -234,7 +247,9 @@ class KVMemory:
         row.body, row.blocks = plan.body, row.blocks[len(folded) :]
         if drops and row.exact_until is None:
             row.exact_until = row.front
-        self._note(row, float(choice.counts.mean()), frames_before - len(self._owned(plan.body)))
+        self._note(
+            row, live / self.store.lanes, float(choice.counts.mean()), frames_before - len(self._owned(plan.body))
+        )
         self._count(row)
         return True
 
@@ -294,8 +309,11 @@ class KVMemory:
             device=self.store.device,
         )
 
-    def _note(self, row: Row, kept: float, frames_freed: int) -> None:
-        """Tell the request what came of a compaction."""
+    def _note(self, row: Row, held: float, kept: float, frames_freed: int) -> None:
+        """Tell the request what came of a compaction, and count it."""
+        self.counters.compactions += 1
+        self.counters.dropped_tokens += held - kept
+        self.counters.freed_frames += frames_freed
         usage = row.request.kv_usage
         assert usage is not None
         usage.compactions += 1

@@ -312,6 +312,9 @@ class EngineLoop:
             inserted_blocks=counters.inserted_blocks,
             evicted_blocks=counters.evicted_blocks,
             preemptions=scheduler.preemptions,
+            compactions=engine.kv.counters.compactions,
+            dropped_tokens=engine.kv.counters.dropped_tokens,
+            freed_frames=engine.kv.counters.freed_frames,
         )
 
     def _request_states(self) -> list[RequestState]:
@@ -331,6 +334,7 @@ class EngineLoop:
                     blocks=request.held_blocks,
                     texts=request.params.n,
                     preemptions=sum(row.preemptions for row in request.rows),
+                    kv_cache=request.kv_usage,
                 )
             )
         return states
@@ -356,6 +360,6 @@ def _ready(spec: Any, engine: Engine, capacity: Capacity, config: EngineConfig) 
         block_size=capacity.geometry.page_size,
         block_bytes=capacity.geometry.block_bytes,
         capacity=str(capacity),
-        dtype=str(spec.dtype).removeprefix("torch."),
+        dtype=capacity.geometry.format,
         device=str(config.model.torch_device()),
     )

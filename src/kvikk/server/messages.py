@@ -136,6 +136,10 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     inserted_blocks: int = 0
     evicted_blocks: int = 0
     preemptions: int = 0
+    compactions: int = 0
+    dropped_tokens: float = 0.0
+    """Of compressed requests, in the mean over KV heads and layers."""
+    freed_frames: int = 0
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
@@ -177,6 +181,8 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int
     texts: int
     preemptions: int
+    kv_cache: KVCacheUsage | None = None
+    """None: it is not compressed."""
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):

@@ -128,6 +128,21 @@ TABLE: tuple[Metric, ...] = (
         value=lambda stats: stats.evicted_blocks,
     ),
     EngineCounter(
+        name="kv_compactions",
+        help="Times that a compressed request dropped tokens or was packed.",
+        value=lambda stats: stats.compactions,
+    ),
+    EngineCounter(
+        name="kv_tokens_dropped",
+        help="Tokens that compressed requests dropped, in the mean over KV heads and layers.",
+        value=lambda stats: stats.dropped_tokens,
+    ),
+    EngineCounter(
+        name="kv_frames_freed",
+        help="Frames (a block of one KV head of one layer) that compaction gave back, less those it took to copy to.",
+        value=lambda stats: stats.freed_frames,
+    ),
+    EngineCounter(
         name="num_preemptions",
         help="Times that a running request lost its blocks to another and went back to the queue.",
         value=lambda stats: stats.preemptions,

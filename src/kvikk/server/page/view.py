@@ -158,6 +158,15 @@ def _request(state: RequestState, total_blocks: int) -> Row:
             "cached": number(state.cached_tokens),
             "generated": number(state.generated_tokens) + texts,
             "blocks": number(state.blocks),
+            "kept": _kept(state),
             "preemptions": number(state.preemptions),
         },
     )
+
+
+def _kept(state: RequestState) -> str:
+    """How much of its KV a request kept when it was last compacted."""
+    usage = state.kv_cache
+    if usage is None:
+        return "all"
+    return f"{share(round(usage.kept_tokens), usage.tokens)}, {usage.policy}" if usage.compactions else "all yet"
