@@ -230,27 +230,10 @@ class KVMemory:
         held = self._with_room(row, folded, counts, room)
         if held is None:
             return False
-        fresh = self.frames.take(int(frames_wanted(held, counts, self.page_size).sum()))
-        keep = choice.keep[:, : held.live.shape[1]]
-        plan = plan_compaction(held, keep, counts, fresh, stop=fold_to, page_size=self.page_size)
-        plan.body.state = {name: plan.gather(values[:, : keep.shape[1]]) for name, values in choice.state.items()}
-        self.store.move(plan.moves)
-        own = [block for block in folded if self._is_own(block)]
-        shared = [block for block in folded if not self._is_own(block)]
-        frames_before = len(folded) * self.store.lanes + (0 if row.body is None else len(self._owned(row.body)))
-        self.frames.split(own)
-        self.frames.release(plan.freed)
-        self.prefix.release(shared)
-        if row.body is not None:
-            self._bodies.remove(row.body)
-        self._bodies.add(plan.body)
-        row.body, row.blocks = plan.body, row.blocks[len(folded) :]
+        frames_freed = self._pack(row, folded, held, choice, counts, fold_to)
         if drops and row.exact_until is None:
             row.exact_until = row.front
-        self._note(
-            row, live / self.store.lanes, float(choice.counts.mean()), frames_before - len(self._owned(plan.body))
-        )
-        self._count(row)
+        self._note(row, live / self.store.lanes, float(choice.counts.mean()), frames_freed)
         return True
 
     def offload(self, row: Row) -> None:
@@ -282,11 +265,45 @@ class KVMemory:
         self._bodies.add(row.body)
         self._count(row)
 
+    def _pack(
+        self, row: Row, folded: list[BlockId], held: Held, choice: Choice, counts: IntArray, fold_to: Position
+    ) -> int:
+        """Give a row the body that is left of its old one and of its folded blocks. Returns how many frames that freed.
+
+        Args:
+            row: of which.
+            folded: the first blocks of its tail.
+            held: its slots in the old body and in these.
+            choice: what stays of all its slots.
+            counts: `[lanes]`, how many that are of those in `held`.
+            fold_to: where its tail begins afterwards.
+        """
+        fresh = self.frames.take(int(frames_wanted(held, counts, self.page_size).sum()))
+        slots = held.live.shape[1]
+        plan = plan_compaction(held, choice.keep[:, :slots], counts, fresh, stop=fold_to, page_size=self.page_size)
+        plan.body.state = {name: plan.gather(values[:, :slots]) for name, values in choice.state.items()}
+        self.store.move(plan.moves)
+        own = [block for block in folded if self._is_own(block)]
+        shared = [block for block in folded if not self._is_own(block)]
+        self.frames.split(own)
+        self.frames.release(plan.freed)
+        self.prefix.release(shared)
+        frames = len(folded) * self.store.lanes
+        if row.body is not None:
+            frames += len(self._owned(row.body))
+            self._bodies.remove(row.body)
+        self._bodies.add(plan.body)
+        row.body, row.blocks = plan.body, row.blocks[len(folded) :]
+        self._count(row)
+        return frames - len(self._owned(plan.body))
+
     def _with_room(
         self, row: Row, folded: Sequence[BlockId], counts: IntArray, room: Callable[[int, Row], bool]
     ) -> Held | None:
-        """The row's slots once there is room to compact them. Finding it can move frames and lower the counts of
-        blocks, so what was known of them before is not used again."""
+        """The row's slots once there is room to compact them; None: the row has given up its memory for others.
+
+        Finding room can move frames and lower the counts of blocks, so what was known of them before is not used again.
+        """
         while True:
             held = self._held(row, folded)
             blocks = self.frames.blocks_needed(int(frames_wanted(held, counts, self.page_size).sum()))
