@@ -50,7 +50,7 @@ def test_a_whole_share_keeps_everything_under_any_policy() -> None:
         ({"polcy": "tova"}, "polcy", "unknown field 'polcy' of kv_cache: did you mean 'policy'?"),
         ({"size": 3}, "size", "known are: policy, policy_options, budget"),
         ({"policy": "snap"}, "policy", "unknown policy 'snap': did you mean 'snapkv'?"),
-        ({"policy": "zzz"}, "policy", "unknown policy 'zzz': known are: full, streaming"),
+        ({"policy": "zzz"}, "policy", "unknown policy 'zzz': is its package installed"),
         ({"policy": None}, "policy", "must be a name, `kvikk policies` lists them"),
         ({"policy": "tova", "policy_options": {"kernel": 3}}, "policy_options", "no option 'kernel': it takes none"),
         ({"policy_options": {"kernal": 3}}, "policy_options", "has no option 'kernal': did you mean 'kernel'?"),
@@ -136,3 +136,11 @@ def test_params_cross_processes_as_they_are() -> None:
         assert pickle.loads(pickle.dumps(params)) == params
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=KVCacheParams) == params
         assert msgspec.json.decode(msgspec.json.encode(params), type=KVCacheParams).is_full == params.is_full
+
+
+def test_options_of_the_operators_policy_are_merged_and_those_of_another_one_are_not() -> None:
+    operator = KVCacheParams(policy="snapkv", budget="25%", policy_options={"kernel": 7, "query_window": 16})
+    same = KVCacheParams.from_dict({"policy_options": {"kernel": 9}}, operator)
+    assert same.policy_options == {"kernel": 9, "query_window": 16}
+    other = KVCacheParams.from_dict({"policy": "r-kv", "policy_options": {"kernel": 9}}, operator)
+    assert other.policy_options == {"kernel": 9}

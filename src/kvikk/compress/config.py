@@ -82,8 +82,8 @@ class KVCacheParams:
     def from_dict(cls, options: Mapping[str, Any], default: KVCacheParams | None = None) -> KVCacheParams:
         """What a request's object asks for, over what the operator set.
 
-        A field that the request does not name is the operator's. With another policy or allocator the options of the
-        operator's go, and with `full` the budget.
+        A field that the request does not name is the operator's, and so is an option of the same policy or allocator.
+        With another policy or allocator the options of the operator's go, and with `full` the budget.
 
         Raises:
             InvalidRequest: an unknown field, or a value that cannot be honoured.
@@ -95,12 +95,16 @@ class KVCacheParams:
                 hint = f"did you mean {near[0]!r}?" if near else "known are: " + ", ".join(known)
                 raise InvalidRequest(f"unknown field {name!r} of {PARAM}: {hint}", param=_param(str(name)))
         base = {each: getattr(default, each) for each in known} if default is not None else {}
+        asked = dict(options)
         for chosen in ("policy", "allocator"):
+            own = f"{chosen}_options"
             if options.get(chosen, base.get(chosen)) != base.get(chosen):
-                base.pop(f"{chosen}_options", None)
+                base.pop(own, None)
+            elif isinstance(asked.get(own), Mapping):
+                asked[own] = {**base.get(own, {}), **asked[own]}
         if options.get("policy") == FULL:
             base.pop("budget", None)
-        return cls(**base | dict(options))
+        return cls(**base | asked)
 
     @property
     def is_full(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -61,7 +62,8 @@ class KVCacheConfig:
                 window=self.kv_window,
             )
         except InvalidRequest as error:
-            raise ConfigError(f"--kv-policy {self.kv_policy}: {error}") from None
+            said = re.sub(r"kv_cache\.(\w+)", lambda field: f"--kv-{field[1].replace('_', '-')}", str(error))
+            raise ConfigError(f"--kv-policy {self.kv_policy}: {said.removeprefix('kv_cache: ')}") from None
 
     def _options(self) -> dict[str, Any]:
         if self.kv_policy_options is None:

@@ -115,7 +115,8 @@ class Registry:
         if not named:
             names = [entry.name for entry in self.entries]
             near = get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "known are: " + ", ".join(names)
+            known = "is its package installed in this environment? known are: " + ", ".join(names)
+            hint = f"did you mean {near[0]!r}?" if near else known
             raise ConfigError(f"unknown policy {name!r}: {hint}")
         if len(named) > 1:
             origins = " and ".join(entry.origin for entry in named)

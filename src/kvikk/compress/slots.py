@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvikk.errors import PolicyFailed
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerSlots:
@@ -56,7 +58,17 @@ class LayerSlots:
 
         Returns:
             `[kv_heads, slots]`; nothing of use where a slot is dead.
+
+        Raises:
+            PolicyFailed: values of another shape, an even width, or another kind.
         """
+        if values.shape != self.live.shape:
+            wanted, found = tuple(self.live.shape), tuple(values.shape)
+            raise PolicyFailed(f"pool was given {found}, not [kv_heads, slots] = {wanted}: take a group_mean first")
+        if width < 1 or width % 2 == 0:
+            raise PolicyFailed(f"pool was given a width of {width}: it must be odd, so that it has a centre")
+        if kind not in ("mean", "max"):
+            raise PolicyFailed(f"pool was given the kind {kind!r}: it must be mean or max")
         outside = 0.0 if kind == "mean" else -torch.inf
         ordered = torch.where(self.live, values, outside).gather(-1, self.order)
         pool = F.avg_pool1d if kind == "mean" else F.max_pool1d

@@ -58,6 +58,13 @@ class PolicyConformance:
         for budget in (1, 64, 4096):
             assert recent_tokens(policy, budget) >= 0, "recent(budget) is a number of tokens"
 
+    def test_it_gives_numbers_also_for_the_shortest_rows(self, policy: Policy) -> None:
+        """A row may have one token, and no more queries than that: where an unbiased variance is NaN, for instance."""
+        for what, layer in layers().items():
+            scores = _scores(policy, layer.with_dead(0.0))[layer.slots.live]
+            bad = ~(scores < torch.inf)
+            assert not bad.any(), f"{what}: {int(bad.sum())} of {len(scores)} scores are NaN or +inf"
+
     def test_every_live_slot_gets_a_number(self, policy: Policy) -> None:
         """One score for each slot, finite or -inf where the slot is live."""
         for what, layer in layers().items():
