@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvikk.engine import EngineConfig, build_engine
+from kvikk.engine import EngineConfig
 from kvikk.eval.subject import Subject
-from kvikk.eval.teacher import Lesson, teacher_of
 from kvikk.memory import MemoryConfig
 from kvikk.models import LoadedModel, toy_model
 from kvikk.models.config import ModelConfig
@@ -30,9 +29,7 @@ def subject_of(**toy: Any) -> Subject:
     model = toy_model(max_positions=4096, **toy)
     loaded = LoadedModel(model=model, tokenizer=Bytes(), max_model_len=4096, generation_defaults={}, folder=Path())
     config = EngineConfig(model=ModelConfig(device="cpu"), memory=MemoryConfig(kv_memory="64MiB"))
-    lessons: dict[str, Lesson] = {}
-    engine, capacity = build_engine(loaded, config, teacher_of(lessons))
-    return Subject(loaded, engine, lessons, capacity.geometry.block_bytes)
+    return Subject.of(loaded, config)
 
 
 @pytest.fixture(scope="session")

@@ -106,7 +106,7 @@ class Solver(Subject):
 
 def test_a_task_that_the_full_cache_cannot_solve_is_not_counted_and_not_asked_again(subject: Subject) -> None:
     solver = Solver(subject, {"full": {"needle", "lookup"}, "snapkv": {"lookup"}})
-    suite = Tasks(solver, questions(), GridConfig(**SMALL))
+    suite = Tasks(solver, solver, questions(), GridConfig(**SMALL))
     full = {(row["task"], row["question"]): row for row in suite.rows(FULL_CELL)}
     rows = {(row["task"], row["question"]): row for row in suite.rows(CELL)}
     assert len(rows) == len(full) == 2 * len(MAKERS)
@@ -121,13 +121,14 @@ def test_a_task_that_the_full_cache_cannot_solve_is_not_counted_and_not_asked_ag
     assert asked_again == [4 * QUESTIONS] * 2
 
 
-def test_a_question_stands_in_the_prompt_but_for_its_last_token_or_after_it(subject: Subject) -> None:
+def test_a_question_stands_in_the_prompt_or_is_forced_after_it(subject: Subject) -> None:
     solver = Solver(subject, {"full": set(MAKERS)})
     asked = questions()
-    Tasks(solver, asked, GridConfig(**SMALL)).rows(FULL_CELL)
+    Tasks(solver, solver, asked, GridConfig(**SMALL)).rows(FULL_CELL)
     in_prompt, later = (exams for exams, _ in solver.asked if exams)
     for question, first, second in zip(asked, in_prompt, later, strict=True):
-        assert bytes(first.prompt).decode() == question.context + question.text[:-1]
+        assert bytes(first.prompt).decode() == question.context + question.text
+        assert list(first.forced) == []
         assert bytes(second.prompt).decode() == question.context
         assert bytes(second.forced).decode() == question.text
 

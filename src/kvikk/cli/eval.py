@@ -9,10 +9,10 @@ from pathlib import Path
 from kvikk.cli.arguments import add_config_arguments, add_logging_argument, resolve
 from kvikk.configuration import build, given
 from kvikk.errors import ConfigError
-from kvikk.eval.evaluate import EvalConfig, evaluate
+from kvikk.eval.config import EvalConfig
+from kvikk.eval.evaluate import evaluate, load_subjects
 from kvikk.eval.plot import svg
 from kvikk.eval.report import markdown
-from kvikk.eval.subject import Subject
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Run the command: 1 when a cell failed; the others are in the results then."""
     config = build(EvalConfig, given(resolve(parsed, EvalConfig)))
-    found = evaluate(config, Subject.load(config.engine))
+    found = evaluate(config, *load_subjects(config))
     report = markdown(found.results.header, found.results.rows)
     print(report, end="")
     for path, text in ((config.output.markdown, report), (config.output.plot, svg(found.results.rows))):

@@ -60,19 +60,21 @@ class Paper:
 class Tasks:
     """Every question twice: the context and the question are compressed together, or the context alone.
 
-    In both cases the whole answer is written from the compressed cache: the last token of a question in the prompt is
-    forced after the trigger, and of a later one all are. What the full cache cannot solve is not asked again.
+    A later question is forced, token by token, as if another turn had followed. What the full cache cannot solve is not
+    asked again.
 
     Args:
-        subject: the model.
+        subject: what is measured.
+        reference: whose full cache says what can be solved; the subject itself unless that stores K and V otherwise.
         questions: of all tasks.
         grid: says how a cell is asked for.
     """
 
     name = "tasks"
 
-    def __init__(self, subject: Subject, questions: Sequence[Question], grid: GridConfig) -> None:
+    def __init__(self, subject: Subject, reference: Subject, questions: Sequence[Question], grid: GridConfig) -> None:
         self._subject = subject
+        self._reference = reference
         self._questions = questions
         self._grid = grid
 
@@ -80,22 +82,26 @@ class Tasks:
         """A row for each task and place of the question."""
         found: list[Row] = []
         asked = self._grid.kv_cache(cell)
+        is_reference = cell.is_full and self._subject is self._reference
         for place in PLACES:
             papers = [paper for paper in self._papers if paper.place == place]
-            counted = [paper for paper in papers if paper.counts and not cell.is_full]
+            counted = [paper for paper in papers if paper.counts and not is_reference]
             outcomes = iter(self._subject.sit([exam for paper in counted for exam in paper.exams], asked))
             for paper in papers:
                 if paper in counted:
                     found.append(self._row(paper, [next(outcomes) for _ in paper.exams]))
-                elif cell.is_full:
+                elif is_reference:
                     found.append(self._row(paper, paper.full))
                 else:
-                    found.append(paper.facts | {"flag": f"not counted: full scores {paper.full_score:.0%}"})
+                    found.append(
+                        paper.facts | {"score": None, "flag": f"not counted: full scores {paper.full_score:.0%}"}
+                    )
         return found
 
     def _row(self, paper: Paper, outcomes: Sequence[Outcome]) -> Row:
         score = self._score(paper.questions, outcomes)
-        return paper.facts | {"score": score} | held_figures(outcomes, paper.full)
+        is_same_format = self._subject is self._reference
+        return paper.facts | {"score": score} | held_figures(outcomes, paper.full, is_same_format=is_same_format)
 
     @cached_property
     def _papers(self) -> list[Paper]:
@@ -103,7 +109,7 @@ class Tasks:
         asked = self._grid.kv_cache(FULL_CELL)
         found: list[Paper] = []
         for place in PLACES:
-            outcomes = iter(self._subject.sit([self._exam(question, place) for question in self._questions], asked))
+            outcomes = iter(self._reference.sit([self._exam(question, place) for question in self._questions], asked))
             full = dict(zip(self._questions, outcomes, strict=True))
             for task in dict.fromkeys(question.task for question in self._questions):
                 mine = [question for question in self._questions if question.task == task]
@@ -122,8 +128,9 @@ class Tasks:
 
     def _exam(self, question: Question, place: str) -> Exam:
         context, asked = self._subject.encode(question.context), self._subject.encode(question.text)
-        seen = len(asked) - 1 if place == "prompt" else 0
-        return Exam(prompt=context + asked[:seen], forced=asked[seen:], free=question.answer_tokens)
+        if place == "prompt":
+            return Exam(prompt=context + asked, free=question.answer_tokens)
+        return Exam(prompt=context, forced=asked, free=question.answer_tokens)
 
     def _score(self, questions: Sequence[Question], outcomes: Sequence[Outcome]) -> float:
         """Share of the questions that were answered rightly."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,118 +11,21 @@ import torch
 from tqdm import tqdm
 
 from kvikk.bench.device import device_name, header
-from kvikk.engine import EngineConfig, SchedulerConfig
 from kvikk.errors import ConfigError, KvikkError
 from kvikk.eval.answers import Tasks
+from kvikk.eval.config import SUITES, EvalConfig, SuiteConfig
 from kvikk.eval.fidelity import UNMEASURED, Fidelity
-from kvikk.eval.grid import GridConfig, names_in
+from kvikk.eval.grid import names_in
 from kvikk.eval.results import Results
 from kvikk.eval.subject import Subject
-from kvikk.eval.suite import Suite, complete
+from kvikk.eval.suite import REFERENCE, Suite, complete
 from kvikk.eval.tasks import make_questions
-from kvikk.eval.texts import CODE, PROSE, Document, digest, documents
-from kvikk.memory import MemoryConfig
-from kvikk.models.config import ModelConfig
-from kvikk.types import Numerics
+from kvikk.eval.texts import Document, digest, documents
 
 log = logging.getLogger(__name__)
 
-SUITES: Final = (Fidelity.name, Tasks.name)
 ROOM_TO_ASK: Final = 512
 """Tokens that a context may be longer than asked for, with its question and answer: whole paragraphs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SuiteConfig:
-    """What is measured, on which text.
-
-    Args:
-        suite: fidelity (distance from the full cache on real text), tasks (questions still answered), or both.
-        texts: of fidelity: code (Python's library), prose (Python's manual), or folders of text files, with commas.
-        documents: of each of these texts.
-        length: tokens of a document that are the prompt.
-        forced_tokens: tokens after it that are compared, one by one.
-        speed_tokens: tokens that all documents generate to measure the speed; 0 measures none.
-        task_length: tokens of a context of the tasks, roughly.
-        contexts: of each task; five questions are asked on each.
-    """
-
-    suite: str = ",".join(SUITES)
-    texts: str = f"{CODE},{PROSE}"
-    documents: int = 4
-    length: int = 3000
-    forced_tokens: int = 96
-    speed_tokens: int = 32
-    task_length: int = 1500
-    contexts: int = 3
-
-    def __post_init__(self) -> None:
-        names_in(self.suite, "--suite", SUITES)
-        names_in(self.texts, "--texts")
-        limits = {
-            "documents": 1,
-            "length": 64,
-            "forced_tokens": 1,
-            "speed_tokens": 0,
-            "task_length": 256,
-            "contexts": 1,
-        }
-        for name, least in limits.items():
-            if getattr(self, name) < least:
-                flag = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{flag} is {getattr(self, name)}: it must be at least {least}")
-        if 0 < self.speed_tokens < 8:
-            raise ConfigError(f"--speed-tokens is {self.speed_tokens}: it must be at least 8, or 0 to measure no speed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputConfig:
-    """Where results go, besides the screen.
-
-    Args:
-        output: JSON file of all rows, written after each result. A file that is there is gone on with.
-        markdown: file for the table.
-        plot: SVG file: quality against bytes held.
-        disable_tqdm: show no progress bar.
-    """
-
-    output: str | None = None
-    markdown: str | None = None
-    plot: str | None = None
-    disable_tqdm: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """Everything `kvikk eval` can be told.
-
-    Args:
-        numerics: `fast`, or `exact`: the same logits to the bit in any batch.
-        enforce_eager: on a GPU, capture no graphs.
-        seed: of the questions.
-    """
-
-    grid: GridConfig = field(default_factory=GridConfig)
-    suites: SuiteConfig = field(default_factory=SuiteConfig)
-    output: OutputConfig = field(default_factory=OutputConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    numerics: Numerics = "fast"
-    enforce_eager: bool = False
-    seed: int = 0
-
-    @property
-    def engine(self) -> EngineConfig:
-        """The engine that is evaluated: what is kept is said with each request."""
-        return EngineConfig(
-            model=self.model,
-            scheduler=self.scheduler,
-            memory=self.memory,
-            numerics=self.numerics,
-            enforce_eager=self.enforce_eager,
-            seed=self.seed,
-        )
 
 
 @dataclass(frozen=True)
@@ -138,13 +41,32 @@ class Evaluation:
     failed: list[str]
 
 
-def evaluate(config: EvalConfig, subject: Subject) -> Evaluation:
+def load_subjects(config: EvalConfig) -> tuple[Subject, Subject]:
+    """What is measured, and what it is compared with: the same, unless its K and V are stored in another type.
+
+    Raises:
+        ConfigError: an option cannot be honoured.
+        ModelError: the model cannot be loaded, or is not supported.
+    """
+    subject = Subject.load(config.engine)
+    if config.memory.kv_dtype == "auto":
+        return subject, subject
+    memory = replace(config.memory, kv_dtype="auto")
+    return subject, Subject.of(subject.loaded, replace(config.engine, memory=memory))
+
+
+def evaluate(config: EvalConfig, subject: Subject, reference: Subject) -> Evaluation:
     """Measure what the output file does not have yet.
+
+    Args:
+        config: what to measure.
+        subject: on which engine.
+        reference: whose full cache all is compared with; the subject itself where it stores K and V alike.
 
     Raises:
         ConfigError: the texts are too few or do not fit the model, or the output file is another evaluation's.
     """
-    suites, made_of = _suites(config, subject)
+    suites, made_of = _suites(config, subject, reference)
     spec = subject.loaded.model.spec
     device = config.model.torch_device()
     output = config.output.output
@@ -160,7 +82,11 @@ def evaluate(config: EvalConfig, subject: Subject) -> Evaluation:
             "texts": made_of,
         },
     )
-    todo = [(suite, cell) for cell in config.grid.cells() for suite in suites if not results.has(suite.name, cell)]
+    kv_dtype = subject.kv_format
+    known = {"model": spec.name, "device": device_name(device), "kv_dtype": kv_dtype}
+    todo = [
+        (suite, cell) for cell in config.grid.cells() for suite in suites if not results.has(suite.name, cell, kv_dtype)
+    ]
     failed: list[str] = []
     with tqdm(total=len(todo), unit="result", disable=config.output.disable_tqdm) as bar:
         for suite, cell in todo:
@@ -171,12 +97,9 @@ def evaluate(config: EvalConfig, subject: Subject) -> Evaluation:
                 failed.append(f"{suite.name}: {cell}: {error}")
                 log.error("%s", failed[-1])
             else:
-                results.add(
-                    [
-                        complete(row, model=spec.name, device=device_name(device), suite=suite.name, cell=cell)
-                        for row in rows
-                    ]
-                )
+                named = known | {"suite": suite.name} | cell.names
+                last = {"flag": REFERENCE} if cell.is_full and subject is reference else {}
+                results.add([complete(named | row | last) for row in rows])
             bar.update()
     return Evaluation(results, failed)
 
@@ -193,7 +116,7 @@ def _settings(config: EvalConfig) -> dict[str, Any]:
     }
 
 
-def _suites(config: EvalConfig, subject: Subject) -> tuple[list[Suite], dict[str, Any]]:
+def _suites(config: EvalConfig, subject: Subject, reference: Subject) -> tuple[list[Suite], dict[str, Any]]:
     """The suites that are asked for, and a digest of what each is made of."""
     asked = names_in(config.suites.suite, "--suite", SUITES)
     found: list[Suite] = []
@@ -205,6 +128,7 @@ def _suites(config: EvalConfig, subject: Subject) -> tuple[list[Suite], dict[str
         found.append(
             Fidelity(
                 subject,
+                reference,
                 texts,
                 forced=config.suites.forced_tokens + UNMEASURED,
                 speed_tokens=config.suites.speed_tokens,
@@ -223,7 +147,7 @@ def _suites(config: EvalConfig, subject: Subject) -> tuple[list[Suite], dict[str
             "questions": len(questions),
             "digest": digest([(question.context, question.text, question.answer) for question in questions]),
         }
-        found.append(Tasks(subject, questions, config.grid))
+        found.append(Tasks(subject, reference, questions, config.grid))
     return found, made_of
 
 

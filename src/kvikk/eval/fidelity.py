@@ -73,7 +73,8 @@ class Fidelity:
     """Documents are prompts up to a position, and from there on they are forced, token by token.
 
     Args:
-        subject: the model.
+        subject: what is measured.
+        reference: whose full cache it is compared with; the subject itself unless that stores K and V otherwise.
         documents: each of so many tokens as the prompt has, and the forced ones.
         forced: tokens that are forced, those that are not measured among them.
         speed_tokens: tokens that are generated to measure the speed; 0 measures none.
@@ -83,9 +84,17 @@ class Fidelity:
     name = "fidelity"
 
     def __init__(
-        self, subject: Subject, documents: Sequence[Document], *, forced: int, speed_tokens: int, grid: GridConfig
+        self,
+        subject: Subject,
+        reference: Subject,
+        documents: Sequence[Document],
+        *,
+        forced: int,
+        speed_tokens: int,
+        grid: GridConfig,
     ) -> None:
         self._subject = subject
+        self._reference = reference
         self._documents = documents
         self._forced = forced
         self._speed_tokens = speed_tokens
@@ -94,22 +103,28 @@ class Fidelity:
     def rows(self, cell: Cell) -> list[Row]:
         """A row for each kind of text."""
         asked = self._grid.kv_cache(cell)
-        reference, full_outcomes = self._reference
+        reference, full_outcomes = self._full
         distances = {document.kind: Distance() for document in self._documents}
         outcomes = self._force(
-            [self._compare(distances, *each) for each in zip(self._documents, reference, strict=True)], asked
+            self._subject,
+            [self._compare(distances, *each) for each in zip(self._documents, reference, strict=True)],
+            asked,
         )
         speeds = self._speeds(asked)
         found = []
         for kind, distance in distances.items():
             of_kind = [index for index, document in enumerate(self._documents) if document.kind == kind]
-            held = held_figures([outcomes[index] for index in of_kind], [full_outcomes[index] for index in of_kind])
+            held = held_figures(
+                [outcomes[index] for index in of_kind],
+                [full_outcomes[index] for index in of_kind],
+                is_same_format=self._subject is self._reference,
+            )
             length = len(self._documents[of_kind[0]].tokens) - self._forced
             found.append({"task": kind, "length": length} | distance.figures() | held | speeds)
         return found
 
     @cached_property
-    def _reference(self) -> tuple[list[Tensor], list[Outcome]]:
+    def _full(self) -> tuple[list[Tensor], list[Outcome]]:
         """The full cache's log-probabilities, `[forced, vocabulary]` of each document, and what it held."""
         seen: list[list[Tensor]] = [[] for _ in self._documents]
 
@@ -117,7 +132,7 @@ class Fidelity:
             return lambda _, logprobs: seen[index].append(logprobs.cpu())
 
         full = self._grid.kv_cache(FULL_CELL)
-        outcomes = self._force([keep(index) for index in range(len(self._documents))], full)
+        outcomes = self._force(self._reference, [keep(index) for index in range(len(self._documents))], full)
         return [torch.stack(logprobs) for logprobs in seen], outcomes
 
     def _compare(self, distances: Mapping[str, Distance], document: Document, reference: Tensor) -> Observer:
@@ -130,17 +145,21 @@ class Fidelity:
 
         return observe
 
-    def _force(self, observers: Sequence[Observer], asked: Mapping[str, Any]) -> list[Outcome]:
+    def _force(self, subject: Subject, observers: Sequence[Observer], asked: Mapping[str, Any]) -> list[Outcome]:
         exams = [
             Exam(prompt=document.tokens[: -self._forced], forced=document.tokens[-self._forced :], observe=observe)
             for document, observe in zip(self._documents, observers, strict=True)
         ]
-        return self._subject.sit(exams, asked)
+        return subject.sit(exams, asked)
 
     def _speeds(self, asked: Mapping[str, Any]) -> dict[str, float | None]:
         """Of this way and of the full cache, one right after the other, so that what slows a machine slows both."""
         prompts = [document.tokens[: -self._forced] for document in self._documents]
-        ways = {"tokens_per_s": asked, "full_tokens_per_s": self._grid.kv_cache(FULL_CELL)}
         if not self._speed_tokens:
-            return dict.fromkeys(ways)
-        return {name: self._subject.decode_rate(prompts, self._speed_tokens, way) for name, way in ways.items()}
+            return {}
+        return {
+            "tokens_per_s": self._subject.decode_rate(prompts, self._speed_tokens, asked),
+            "full_tokens_per_s": self._reference.decode_rate(
+                prompts, self._speed_tokens, self._grid.kv_cache(FULL_CELL)
+            ),
+        }

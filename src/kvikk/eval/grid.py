@@ -86,7 +86,7 @@ class GridConfig:
         ]
         fields = ("policy", "budget", "allocator", "rest", "trigger")
         cells = (Cell(**dict(zip(fields, values, strict=True))) for values in product(*lists))
-        return list(dict.fromkeys([FULL_CELL, *(cell for cell in cells if not cell.is_full)]))
+        return [FULL_CELL, *(cell for cell in cells if not cell.is_full)]
 
     def kv_cache(self, cell: Cell) -> dict[str, Any]:
         """What a request says to be kept so.
@@ -103,12 +103,12 @@ class GridConfig:
 
 
 def names_in(text: str, flag: str, known: Sequence[str] | None = None) -> list[str]:
-    """The names of a list with commas.
+    """The names of a list with commas, each once.
 
     Raises:
         ConfigError: there are none, or one is not among the known.
     """
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
         raise ConfigError(f"{flag} {text!r} names nothing: write one or several, with commas between them")
     for name in names:

@@ -9,19 +9,20 @@ from typing import Any, Final
 
 from kvikk.eval.answers import PLACES, Tasks
 from kvikk.eval.fidelity import Fidelity
-from kvikk.eval.suite import REFERENCE, Row
+from kvikk.eval.grid import FULL
+from kvikk.eval.suite import Row
 
-CELL: Final = ("policy", "budget", "allocator", "rest", "trigger")
+CELL: Final = ("policy", "budget", "allocator", "rest", "trigger", "kv_dtype")
 PLACE_NAMES: Final = {"prompt": "question in the prompt", "later": "question after the trigger"}
 
 
 def markdown(header: Mapping[str, Any], rows: Sequence[Row]) -> str:
     """The whole report."""
     lines = [
-        f"{header['model']} ({header['dtype']}) on {header['device']}, {header['threads']} threads, "
+        f"{header['model']} ({header['dtype']}) on {header['device']} (threads: {header['threads']}), "
         f"kvikk {header['versions']['kvikk']}, commit {header['commit']}, {header['date']}",
     ]
-    shown = _telling_columns(rows)
+    shown = telling_columns(rows)
     for task in _values(rows, Fidelity.name, "task"):
         lines += [
             "",
@@ -96,10 +97,11 @@ def _table(columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any]) -> 
         yield "| " + " | ".join(show(row) for show in columns.values()) + " |"
 
 
-def _telling_columns(rows: Sequence[Row]) -> list[str]:
+def telling_columns(rows: Sequence[Row]) -> list[str]:
     """Policy and budget, and what else of a cell is not the same in all rows."""
-    others = [row for row in rows if row["flag"] != REFERENCE]
-    return [name for name in CELL if name in CELL[:2] or len({row[name] for row in others}) > 1]
+    others = [row for row in rows if row["policy"] != FULL]
+    differ = [name for name in CELL[:-1] if name in CELL[:2] or len({row[name] for row in others}) > 1]
+    return differ + [CELL[-1]] * (len({row[CELL[-1]] for row in rows}) > 1)
 
 
 def _values(rows: Sequence[Row], suite: str, column: str) -> list[Any]:
@@ -107,7 +109,7 @@ def _values(rows: Sequence[Row], suite: str, column: str) -> list[Any]:
 
 
 def _text_of(name: str) -> Callable[[Row], str]:
-    return lambda row: "" if row["flag"] == REFERENCE and name != "policy" else str(row[name])
+    return lambda row: "" if row["policy"] == FULL and name not in ("policy", "kv_dtype") else str(row[name])
 
 
 def _number(value: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from kvikk.bench.results import write_rows
 from kvikk.errors import ConfigError
 from kvikk.eval.grid import Cell
-from kvikk.eval.suite import Row
+from kvikk.eval.suite import COLUMNS, Row
 
 MAY_DIFFER: Final = ("date",)
 """Of the header, what two runs of one evaluation need not have in common."""
@@ -35,9 +35,9 @@ class Results:
         if path is not None and path.exists():
             self.rows = self._read(path)
 
-    def has(self, suite: str, cell: Cell) -> bool:
-        """Whether a suite has measured a cell."""
-        wanted = {"suite": suite, **cell.names}
+    def has(self, suite: str, cell: Cell, kv_dtype: str) -> bool:
+        """Whether a suite has measured a cell, with K and V stored so."""
+        wanted = {"suite": suite, "kv_dtype": kv_dtype, **cell.names}
         return any(all(row[name] == value for name, value in wanted.items()) for row in self.rows)
 
     def add(self, rows: Sequence[Row]) -> None:
@@ -59,8 +59,8 @@ class Results:
     def _read(self, path: Path) -> list[Row]:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            header, rows = found["header"], list(found["rows"])
-            known = all({"suite", "policy", "budget", "allocator", "rest", "trigger"} <= row.keys() for row in rows)
+            header, rows = dict(found["header"]), list(found["rows"])
+            known = all(set(COLUMNS) <= row.keys() for row in rows)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             known = False
         if not known:

@@ -8,8 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvikk.engine import Engine, EngineConfig, Request, SamplingParams, load_engine
+from kvikk.engine import (
+    Engine,
+    EngineConfig,
+    EngineOutput,
+    FinishReason,
+    Request,
+    SamplingParams,
+    build_engine,
+    load_engine,
+)
 from kvikk.eval.teacher import Lesson, Observer, teacher_of
+from kvikk.geometry import KVGeometry
 from kvikk.models import LoadedModel
 
 
@@ -55,7 +65,7 @@ class Subject:
         loaded: the model.
         engine: whose runner has the lessons.
         lessons: by request id; empty.
-        block_bytes: of a block of the pool.
+        geometry: of the pool.
         clock: monotonic seconds.
     """
 
@@ -64,13 +74,13 @@ class Subject:
         loaded: LoadedModel,
         engine: Engine,
         lessons: dict[str, Lesson],
-        block_bytes: int,
+        geometry: KVGeometry,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.loaded = loaded
         self.engine = engine
         self._lessons = lessons
-        self._block_bytes = block_bytes
+        self._geometry = geometry
         self._clock = clock
 
     @classmethod
@@ -83,7 +93,23 @@ class Subject:
         """
         lessons: dict[str, Lesson] = {}
         loaded, engine, capacity = load_engine(config, teacher_of(lessons))
-        return cls(loaded, engine, lessons, capacity.geometry.block_bytes)
+        return cls(loaded, engine, lessons, capacity.geometry)
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, config: EngineConfig) -> Subject:
+        """A model that is loaded already, which may have engines of several kinds.
+
+        Raises:
+            ConfigError: an option cannot be honoured.
+        """
+        lessons: dict[str, Lesson] = {}
+        engine, capacity = build_engine(loaded, config, teacher_of(lessons))
+        return cls(loaded, engine, lessons, capacity.geometry)
+
+    @property
+    def kv_format(self) -> str:
+        """What K and V are stored as, in a word."""
+        return self._geometry.format
 
     def encode(self, text: str) -> list[int]:
         """A text's tokens, no special ones around them."""
@@ -105,7 +131,7 @@ class Subject:
         Raises:
             KvikkError: one was refused, or failed; none goes on.
         """
-        with self._requests(exams, kv_cache) as requests:
+        with self._requests(exams, kv_cache, are_taught=True) as requests:
             held = [0] * len(requests)
             own: list[list[int]] = [[] for _ in requests]
             place = {request.id: index for index, request in enumerate(requests)}
@@ -113,12 +139,12 @@ class Subject:
                 for request in self.engine.requests:
                     held[place[request.id]] = request.held_blocks
                 for out in self._step():
-                    if out.token is not None and out.finish_reason != "stop":
+                    if out.token is not None and out.finish_reason is not FinishReason.STOP:
                         own[place[out.request.id]].append(out.token.token_id)
         return [
             Outcome(
                 tokens=tokens[len(exam.forced) :],
-                held_bytes=blocks * self._block_bytes,
+                held_bytes=blocks * self._geometry.block_bytes,
                 evicted_tokens=0.0 if request.kv_usage is None else _evicted(request),
             )
             for exam, request, tokens, blocks in zip(exams, requests, own, held, strict=True)
@@ -138,7 +164,7 @@ class Subject:
             None where they did not all decode at the same time: the KV memory is too small for that.
         """
         exams = [Exam(prompt=prompt, free=tokens) for prompt in prompts]
-        with self._requests(exams, kv_cache, ignore_eos=True) as requests:
+        with self._requests(exams, kv_cache, are_taught=False) as requests:
             counts = {request.id: 0 for request in requests}
             start, before = 0.0, 0
             while self.engine.has_work and max(counts.values()) < tokens:
@@ -151,9 +177,9 @@ class Subject:
 
     @contextmanager
     def _requests(
-        self, exams: Sequence[Exam], kv_cache: Mapping[str, Any], *, ignore_eos: bool = False
+        self, exams: Sequence[Exam], kv_cache: Mapping[str, Any], *, are_taught: bool
     ) -> Iterator[list[Request]]:
-        """Requests that are in the engine, and are not any more in the end."""
+        """Requests that are in the engine, and are not any more in the end; with lessons, or as long as asked for."""
         requests: list[Request] = []
         try:
             for exam in exams:
@@ -161,12 +187,12 @@ class Subject:
                     temperature=0.0,
                     max_tokens=len(exam.forced) + exam.free,
                     min_tokens=len(exam.forced),
-                    ignore_eos=ignore_eos,
+                    ignore_eos=not are_taught,
                     kv_cache=dict(kv_cache),
                 )
                 request = self.engine.add(exam.prompt, params)
                 requests.append(request)
-                if exam.forced:
+                if are_taught:
                     self._lessons[request.id] = Lesson(tokens=exam.forced, observe=exam.observe)
             yield requests
         finally:
@@ -174,7 +200,7 @@ class Subject:
                 self.engine.abort(request.id)
                 self._lessons.pop(request.id, None)
 
-    def _step(self) -> list[Any]:
+    def _step(self) -> list[EngineOutput]:
         outputs = self.engine.step()
         for out in outputs:
             if out.error is not None:

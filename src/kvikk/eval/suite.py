@@ -13,7 +13,7 @@ REFERENCE: Final = "reference"
 NOTHING_EVICTED: Final = "nothing was evicted"
 
 COLUMNS: Final = (
-    "model", "device", "suite", "task", "question", "policy", "budget", "allocator", "rest", "trigger",
+    "model", "device", "suite", "task", "question", "policy", "budget", "allocator", "rest", "trigger", "kv_dtype",
     "length", "samples", "kl_mean", "kl_median", "kl_p95", "top1", "perplexity", "full_perplexity",
     "score", "full_score", "counted", "kept_bytes", "kept_share", "evicted_tokens",
     "tokens_per_s", "full_tokens_per_s", "flag",
@@ -41,10 +41,16 @@ class Suite(Protocol):
         ...
 
 
-def held_figures(outcomes: Sequence[Outcome], full: Sequence[Outcome]) -> Row:
-    """What a request held on average, beside what it held with the full cache; and a word where nothing was evicted."""
+def held_figures(outcomes: Sequence[Outcome], full: Sequence[Outcome], *, is_same_format: bool) -> Row:
+    """What a request held on average, beside what it held with the full cache; and a word where nothing was lost.
+
+    Args:
+        outcomes: of the requests.
+        full: of the same ones.
+        is_same_format: whether K and V are stored alike in both, so that only eviction can make a difference.
+    """
     held, whole = (fmean(outcome.held_bytes for outcome in each) for each in (outcomes, full))
-    untouched = sum(outcome.evicted_tokens == 0 for outcome in outcomes)
+    untouched = sum(outcome.evicted_tokens == 0 for outcome in outcomes) if is_same_format else 0
     flag = f"{NOTHING_EVICTED} from {untouched} of {len(outcomes)}" if untouched else None
     return {
         "kept_bytes": round(held),
@@ -54,9 +60,6 @@ def held_figures(outcomes: Sequence[Outcome], full: Sequence[Outcome]) -> Row:
     }
 
 
-def complete(row: Mapping[str, Any], *, model: str, device: str, suite: str, cell: Cell) -> Row:
+def complete(row: Mapping[str, Any]) -> Row:
     """A row with all columns, in their order."""
-    known = {"model": model, "device": device, "suite": suite, **cell.names, **row}
-    if cell.is_full:
-        known["flag"] = REFERENCE
-    return {column: known.get(column) for column in COLUMNS}
+    return {column: row.get(column) for column in COLUMNS}

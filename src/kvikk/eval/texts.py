@@ -23,7 +23,7 @@ class Document:
     """The beginning of a text.
 
     Args:
-        kind: what sort of text it is.
+        kind: the source it is from.
         name: of the module, the topic or the file.
         tokens: as many as were asked for.
     """
@@ -46,13 +46,12 @@ def documents(source: str, count: int, tokens: int, encode: Encode) -> list[Docu
         ConfigError: there are too few.
     """
     found: list[Document] = []
-    kind = source if source in (CODE, PROSE) else Path(source).name
     for name, text in texts(source):
         if len(found) == count:
             break
         ids = encode(text[: LONGEST_TOKEN * tokens]) if len(text) >= tokens else []
         if len(ids) >= tokens:
-            found.append(Document(kind=kind, name=name, tokens=ids[:tokens]))
+            found.append(Document(kind=source, name=name, tokens=ids[:tokens]))
     if len(found) < count:
         raise ConfigError(
             f"{source} has {len(found)} texts of {tokens:,} tokens, {count} are asked for: lower --documents or "
@@ -62,7 +61,7 @@ def documents(source: str, count: int, tokens: int, encode: Encode) -> list[Docu
 
 
 def texts(source: str) -> Iterator[tuple[str, str]]:
-    """Names and texts of a source, in the order of the names.
+    """Names and texts of a source, in the order of the names; bytes that are no UTF-8 are left out.
 
     Raises:
         ConfigError: it is not there.
