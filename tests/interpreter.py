@@ -1,6 +1,7 @@
-"""Triton's interpreter, so that kernels run on CPU tensors where there is no GPU, with a fault of it mended.
+"""Triton's interpreter, so that kernels run on CPU tensors where there is no GPU, with three faults of it mended.
 
-Its matrix product takes the bits of bf16 numbers for whole numbers; here they are widened first.
+Its matrix product takes the bits of bf16 numbers for whole numbers, and its cast from whole numbers to bf16 leaves
+their bits: here both go by fp32. Its rounding from fp32 to fp8 loses the carry: here torch does it.
 """
 
 from __future__ import annotations
@@ -31,4 +32,21 @@ def use_interpreter() -> None:
     def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
         return product(self, widened(a), widened(b), d, *options)
 
+    cast = InterpreterBuilder.cast_impl
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        if target.scalar == tl.bfloat16 and source.dtype.scalar.is_int():
+            source = cast(self, source, tl.float32)
+        return cast(self, source, target)
+
+    narrow = InterpreterBuilder.create_fp_to_fp
+
+    def create_fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source.dtype.scalar != tl.float32 or target.scalar != tl.float8e4nv:
+            return narrow(self, source, target, rounding)
+        rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.float8_e4m3fn)
+        return TensorHandle(rounded.view(torch.uint8).numpy(), tl.float8e4nv)
+
     InterpreterBuilder.create_dot = create_dot
+    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+    InterpreterBuilder.cast_impl = cast_impl

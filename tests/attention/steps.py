@@ -13,6 +13,7 @@ from torch import Tensor
 from kvikk.attention import QueryRun
 from kvikk.geometry import KVGeometry
 from kvikk.memory.body import Body
+from kvikk.memory.quantise import dequantise, quantise
 from kvikk.memory.storage import KVStore
 from kvikk.types import BlockId, Position
 
@@ -29,21 +30,43 @@ class Shape:
     head_dim: int = 64
     page: int = 16
     dtype: torch.dtype = torch.float32
+    quantised: torch.dtype | None = None
     blocks: int = 200
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def store(self) -> KVStore:
         geometry = KVGeometry(
-            kv_heads=(self.kv_heads,) * 3, head_dim=self.head_dim, page_size=self.page, dtype=self.dtype
+            kv_heads=(self.kv_heads,) * 3,
+            head_dim=self.head_dim,
+            page_size=self.page,
+            dtype=self.dtype,
+            quantised=self.quantised,
         )
         store = KVStore(geometry, self.blocks, self.device)
         store.poison()
         return store
 
 
+def put_rows(store: KVStore, frames: Tensor, part: int, offsets: Tensor, rows: Tensor) -> None:
+    """Store rows, `[rows, head_dim]`, of K (part 0) or V (1) at offsets in single frames."""
+    if store.scales is None:
+        store.frames[frames, part, offsets] = rows
+    else:
+        numbers, scales = quantise(rows, store.geometry.stored)
+        store.frames[frames, part, offsets], store.scales[frames, part, offsets] = numbers, scales
+
+
+def spoil(store: KVStore, frames: Sequence[int]) -> None:
+    """Fill frames with what must never be read."""
+    at = torch.tensor(frames)
+    store.frames[at] = math.nan if store.scales is None else -128
+    if store.scales is not None:
+        store.scales[at] = math.nan
+
+
 @dataclass
 class Row:
-    """A row with its whole KV known: `k`, `v` are `[length, kv_heads, head_dim]`.
+    """A row with its whole KV known: `k`, `v` are `[length, kv_heads, head_dim]`, before they are quantised, if so.
 
     Where it has a body, `blocks` are its tail's, and `kept` says which positions each KV head keeps, slot by slot.
     """
@@ -53,6 +76,14 @@ class Row:
     v: Tensor
     body: Body | None = None
     kept: Sequence[Tensor] = ()
+    quantised: torch.dtype | None = None
+
+    def held(self, stop: int) -> tuple[Tensor, Tensor]:
+        """K and V of the positions below `stop` as they are read from a pool."""
+        k, v = self.k[:stop], self.v[:stop]
+        if self.quantised is None:
+            return k, v
+        return dequantise(*quantise(k, self.quantised)), dequantise(*quantise(v, self.quantised))
 
     @property
     def tail(self) -> int:
@@ -63,7 +94,8 @@ class Row:
         """What a KV head has of the positions below `stop`: K and V, `[slots, 1, head_dim]` each."""
         tail = torch.arange(self.tail, stop)
         at = torch.cat((self.kept[head], tail)) if self.body else tail
-        return self.k[at, head, None], self.v[at, head, None]
+        k, v = self.held(stop)
+        return k[at, head, None], v[at, head, None]
 
 
 @dataclass
@@ -88,7 +120,7 @@ class World:
         s = self.shape
         blocks = [self.free.pop() for _ in range(-(-length // s.page))]
         k, v = self.draw(length, s.kv_heads, s.head_dim), self.draw(length, s.kv_heads, s.head_dim)
-        row = Row(blocks, k, v)
+        row = Row(blocks, k, v, quantised=s.quantised)
         self.put(row, stored)
         self.rows.append(row)
         return row
@@ -96,10 +128,8 @@ class World:
     def put(self, row: Row, positions: range) -> None:
         at = torch.tensor(list(positions), dtype=torch.int64)
         page = self.shape.page
-        blocks, offsets = torch.tensor(row.blocks)[(at - row.tail) // page], at % page
-        layer = self.store.layer(LAYER)
-        layer[blocks, :, 0, offsets] = row.k[at]
-        layer[blocks, :, 1, offsets] = row.v[at]
+        slots = torch.tensor(row.blocks, dtype=torch.int64)[(at - row.tail) // page] * page + at % page
+        self.store.write(LAYER, slots.to(self.shape.device), row.k[at], row.v[at])
 
     def compacted(self, row: Row, stop: int, kept: Sequence[Tensor]) -> Row:
         """The row with a new body of `kept[head]` of the positions below `stop`; the blocks it leaves are poisoned.
@@ -117,19 +147,19 @@ class World:
                 frames[lane, column] = self._frame()
         left = (stop - row.tail) // page
         for block in row.blocks[:left]:
-            self.store.layer(LAYER)[block] = math.nan
+            spoil(self.store, [block * lanes + LAYER * heads + head for head in range(heads)])
         for head, positions in enumerate(kept):
             slots = torch.arange(len(positions))
             at = frames[LAYER * heads + head, slots // page]
-            self.store.frames[at, 0, slots % page] = row.k[positions, head]
-            self.store.frames[at, 1, slots % page] = row.v[positions, head]
+            put_rows(self.store, at, 0, slots % page, row.k[positions, head])
+            put_rows(self.store, at, 1, slots % page, row.v[positions, head])
         body = Body(
             frames=frames.numpy(),
             lengths=lengths.numpy().astype(np.int64),
             stop=Position(stop),
             positions=torch.zeros(lanes, columns * page, dtype=torch.int32),
         )
-        shorter = Row(row.blocks[left:], row.k, row.v, body, kept)
+        shorter = Row(row.blocks[left:], row.k, row.v, body, kept, row.quantised)
         self.rows.append(shorter)
         return shorter
 
@@ -199,7 +229,7 @@ def expected_of(q: Tensor, row: Row, start: int, scale: float, bias: Tensor | No
     """Softmax attention in fp64 of queries at positions `start` and on, over what the row has."""
     stop = start + len(q)
     if row.body is None:
-        return dense(q, row.k[:stop], row.v[:stop], start, scale, bias)
+        return dense(q, *row.held(stop), start, scale, bias)
     outs = []
     for head, queries in enumerate(q.split(q.shape[1] // row.k.shape[1], dim=1)):
         k, v = row.seen(head, stop)

@@ -176,8 +176,14 @@ def test_without_the_package_the_error_names_what_to_install(monkeypatch: pytest
         decode("fa2", store)
 
 
-def geometry(*, kv_heads: Sequence[int] = (8,) * 32, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> Any:
-    return KVGeometry(kv_heads=tuple(kv_heads), head_dim=head_dim, page_size=16, dtype=dtype)
+def geometry(
+    *,
+    kv_heads: Sequence[int] = (8,) * 32,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    quantised: torch.dtype | None = None,
+) -> Any:
+    return KVGeometry(kv_heads=tuple(kv_heads), head_dim=head_dim, page_size=16, dtype=dtype, quantised=quantised)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +192,7 @@ def geometry(*, kv_heads: Sequence[int] = (8,) * 32, head_dim: int = 128, dtype:
         (geometry(), 32, None),
         (geometry(kv_heads=(8, 4)), 32, "layers that are alike"),
         (geometry(dtype=torch.float32), 32, "torch.float32"),
+        (geometry(quantised=torch.int8), 32, "torch.int8"),
         (geometry(head_dim=80), 32, "80 wide"),
         (geometry(), 12, "cannot share 8 KV heads"),
     ],

@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_refused(kernel_device: torch.device) -> None:
     attention.plan(case.singles())
     with pytest.raises(ValueError, match=r"not \[tokens, 1 \* n, 64\]"):
         attention.attend(LAYER, case.q[:, :, :32], out[:, :, :32], scale=1.0)
-    with pytest.raises(ValueError, match="pool's dtype"):
+    with pytest.raises(ValueError, match="model's dtype"):
         attention.attend(LAYER, case.q.half(), out, scale=1.0)
     attention.tile = Tile(rows=16, slots=8, warps=4, stages=2)
     with pytest.raises(ValueError, match="16 x 8 serves no group of 2 with pages of 16"):

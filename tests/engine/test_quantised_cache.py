@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from engine.test_compression import PAGE, SMALL, prompt_of, run, text
-from kvikk.attention import attention_backend
+from kvikk.attention import AttentionBackend, BackendName, attention_backend
 from kvikk.compress import Rotary
 from kvikk.engine.build import build_engine
 from kvikk.engine.compressor import PolicyCompressor
@@ -19,11 +20,13 @@ from kvikk.engine.core import Engine
 from kvikk.engine.limits import EngineLimits
 from kvikk.engine.runner import ModelRunner
 from kvikk.engine.sampling_params import SamplingParams
+from kvikk.engine.step import Runner
 from kvikk.memory import KVStore, MemoryConfig
 from kvikk.models import LlamaModel, LoadedModel, toy_model
 from kvikk.prefix import KeySpace
 
 CPU = torch.device("cpu")
+BACKENDS: tuple[BackendName, ...] = ("reference", "cpu")
 SNAPKV = {"policy": "snapkv", "budget": 0.3, "trigger": "every:5", "allocator": "pooled"} | SMALL
 
 
@@ -39,9 +42,11 @@ def engine_on(
     blocks: int = 300,
     budget: int = 256,
     caching: bool = True,
-    backend: Any = "auto",
+    backend: BackendName = "auto",
+    device: torch.device = CPU,
+    make_runner: Callable[[LlamaModel, KVStore, AttentionBackend], Runner] = ModelRunner,
 ) -> Engine:
-    store = KVStore(model.spec.geometry(PAGE, quantised), blocks + 1, CPU)
+    store = KVStore(model.spec.geometry(PAGE, quantised), blocks + 1, device)
     store.poison()
     return Engine(
         EngineConfig(
@@ -53,7 +58,7 @@ def engine_on(
             numerics="fast",
         ),
         blocks,
-        ModelRunner(model, store, attention_backend(backend, store)),
+        make_runner(model, store, attention_backend(backend, store)),
         store,
         compressor=PolicyCompressor(store, Rotary(inv_freq=model.inv_freq)),
     )  # fmt: skip
@@ -117,9 +122,9 @@ def test_the_bytes_of_a_prompt_are_the_same_whatever_its_chunks(model: LlamaMode
     assert torch.equal(pools[0], pools[2])
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_log_probabilities_are_near_those_of_the_full_cache_and_not_equal_to_them(
-    model: LlamaModel, backend: str
+    model: LlamaModel, backend: BackendName
 ) -> None:
     prompt = prompt_of(300, seed=3)
     full = logprobs(engine_on(model, quantised=None, backend=backend), prompt, max_tokens=1)
@@ -132,7 +137,7 @@ def test_both_backends_say_the_same(model: LlamaModel) -> None:
     for asked in (None, SNAPKV):
         found = [
             [logprobs(engine_on(model, backend=backend), prompt, max_tokens=12, kv_cache=asked) for prompt in prompts]
-            for backend in ("reference", "cpu")
+            for backend in BACKENDS
         ]
         for ours, theirs in zip(*found, strict=True):
             assert farthest(ours, theirs) < 1e-3
@@ -175,3 +180,27 @@ def test_an_engine_that_is_asked_for_int8_says_so_and_shares_no_block_with_anoth
     assert int8.kv.store.geometry.quantised is torch.int8
     assert run(int8, [(tokens, {})])
     assert full._keyspace.root() != int8._keyspace.root()
+
+
+@pytest.mark.parametrize("asked", [None, SNAPKV | {"policy": "knorm"}], ids=["full", "knorm"])
+def test_the_steps_of_a_gpu_give_the_texts_of_the_reference(
+    asked: dict[str, Any] | None, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from kvikk.engine.gpu import runner as gpu
+
+    if kernel_device.type == "cpu":  # every program of a grid is interpreted, the idle ones too
+        monkeypatch.setattr(gpu, "size_runs", lambda tokens: 2)
+    model = toy_model(max_positions=256, device=kernel_device)
+    jobs = [(prompt_of(length, seed=length), {"max_tokens": 8, "kv_cache": asked}) for length in (70, 33)]
+
+    def on_gpu(model: LlamaModel, store: KVStore, backend: AttentionBackend) -> Runner:
+        return gpu.GpuRunner(
+            model, store, backend, max_rows=16, max_tokens=64, max_model_len=160, enforce_eager=True,
+            ragged=asked is not None,
+        )  # fmt: skip
+
+    plain = engine_on(model, backend="reference", blocks=40, budget=64, device=kernel_device)
+    fast = engine_on(model, backend="triton", blocks=40, budget=64, device=kernel_device, make_runner=on_gpu)
+    expected = [text(request) for request in run(plain, jobs)]
+    assert [text(request) for request in run(fast, jobs)] == expected

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from kvikk.errors import ConfigError
 from kvikk.geometry import KVGeometry
-from kvikk.memory import MemoryConfig, pool_blocks
+from kvikk.memory import QUANTISED, MemoryConfig, check_device, pool_blocks
 from kvikk.memory.sizing import format_bytes, free_memory_bytes, parse_kv_memory
 
 CPU = torch.device("cpu")
@@ -47,6 +48,29 @@ def test_gpu_memory_utilization_needs_a_gpu() -> None:
 def test_the_pool_never_takes_more_than_was_given() -> None:
     blocks = pool_blocks(MemoryConfig(kv_memory="100MiB"), GEOMETRY, CPU)
     assert (blocks + 1) * GEOMETRY.block_bytes <= 100 * 2**20 < (blocks + 2) * GEOMETRY.block_bytes
+
+
+def test_a_quantised_pool_holds_nearly_twice_as_many_tokens_as_one_of_bf16() -> None:
+    config = MemoryConfig(kv_memory="100MiB", kv_dtype="int8")
+    quantised = replace(GEOMETRY, quantised=QUANTISED[config.kv_dtype])
+    assert pool_blocks(config, quantised, CPU) / pool_blocks(config, GEOMETRY, CPU) == pytest.approx(128 / 68, rel=0.01)
+
+
+def test_an_unknown_format_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="--kv-dtype 'int3' is not supported: choose auto, int8, fp8"):
+        MemoryConfig(kv_dtype="int3")  # type: ignore[arg-type]
+
+
+def test_fp8_is_refused_where_the_device_has_no_such_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MemoryConfig(kv_memory="100MiB", kv_dtype="fp8")
+    with pytest.raises(ConfigError, match=r"needs a GPU of compute capability 8\.9 or newer, not a cpu: choose int8"):
+        check_device(config, CPU)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(ConfigError, match=r"NVIDIA A100 has 8\.0: choose int8"):
+        check_device(config, torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    check_device(config, torch.device("cuda", 0))
 
 
 def test_memory_for_less_than_a_block_is_refused_with_the_least_that_works() -> None:

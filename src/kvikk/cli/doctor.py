@@ -31,7 +31,7 @@ def facts() -> list[tuple[str, str]]:
     import torch
 
     from kvikk.attention.cpu.backend import numba_layer
-    from kvikk.memory import format_bytes
+    from kvikk.memory import format_bytes, why_no_fp8
     from kvikk.models.bundled import BUNDLED, CONVERSION, cache_folder
 
     memory = psutil.virtual_memory()
@@ -53,6 +53,8 @@ def facts() -> list[tuple[str, str]]:
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
         found.append((f"cuda:{index}", f"{name}, {format_bytes(free)} free of {format_bytes(total)}"))
+    no_fp8 = why_no_fp8(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    found.append(("kv dtypes", "auto, int8, fp8" if no_fp8 is None else f"auto, int8; fp8 {no_fp8}"))
     state = "ready" if bundled.is_dir() else "not converted yet: made on first use"
     found.append(("model cache", str(cache_folder())))
     found.append((f"bundled {BUNDLED}", state))

@@ -1,6 +1,7 @@
 """Physical KV memory: one flat pool of frames, and who owns each block of it.
 
-- `storage.KVStore`: the bytes, one tensor for all layers and heads.
+- `storage.KVStore`: the bytes, one tensor for all layers and heads; `quantise`: what they are where they are not the
+  model's own numbers.
 - `pool.BlockPool`: the ownership, reference counts and `check()`.
 - `body.Body`: what a compressed row keeps, per lane; `compaction` makes a smaller one from a mask of what is kept.
 - `frames.FramePool`: the ownership of single frames, and the joining of blocks that were split for them.
@@ -14,10 +15,11 @@ from kvikk.memory.body import Body
 from kvikk.memory.compaction import Compaction, Held, Moves, frames_wanted, held_by, plan_compaction
 from kvikk.memory.frames import FramePool
 from kvikk.memory.pool import BlockPool
-from kvikk.memory.sizing import MemoryConfig, check_device, format_bytes, pool_blocks
+from kvikk.memory.sizing import QUANTISED, MemoryConfig, check_device, format_bytes, pool_blocks, why_no_fp8
 from kvikk.memory.storage import KVStore
 
 __all__ = [
+    "QUANTISED",
     "BlockPool",
     "Body",
     "Compaction",
@@ -32,4 +34,5 @@ __all__ = [
     "held_by",
     "plan_compaction",
     "pool_blocks",
+    "why_no_fp8",
 ]

@@ -18,8 +18,8 @@ LARGEST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The numbers nearest to `x / scale`, halves to even, where the row's largest magnitude is `LARGEST * scale`.
 
-    A row of zeros has the scale 0. A row that holds NaN or infinity has the scale NaN and zeros for numbers, so that
-    it is NaN again when it is read, and never looks like a row that was fine.
+    A row of zeros has the scale 0 and zeros for numbers. So has one that holds NaN or infinity, with the scale NaN: it
+    is NaN again when it is read, and never looks like a row that was fine.
 
     Args:
         x: `[..., head_dim]`.
@@ -32,7 +32,8 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     top = wide.abs().amax(dim=-1)
     # A product and not a quotient: some devices divide by a constant in their own way.
     scales = torch.where(top.isfinite(), top * (1.0 / largest), torch.nan)
-    numbers = (wide / scales.unsqueeze(-1)).nan_to_num(nan=0.0).clamp(-largest, largest)
+    divisors = scales.unsqueeze(-1)
+    numbers = torch.where(divisors > 0, wide / divisors, 0.0).clamp(-largest, largest)
     return (numbers if dtype.is_floating_point else numbers.round()).to(dtype), scales
 
 

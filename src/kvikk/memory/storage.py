@@ -49,13 +49,13 @@ class KVStore:
         rows = memory[: frames * numbers].view(frames, numbers)
         self.words: Tensor = rows.view(torch.int32)
         """All bytes, `[frames, frame_bytes / 4]` int32: for copies, which need not know the format."""
-        self.frames: Tensor = rows[:, : g.frame_elements].unflatten(1, (2, g.page_size, g.head_dim))
+        self.frames: Tensor = rows[:, : g.frame_elements].view(frames, 2, g.page_size, g.head_dim)
         """The numbers as they are stored, `[frames, 2, page_size, head_dim]`, without the scales."""
         self.scales: Tensor | None = None
         """`[frames, 2, page_size]` fp32; None: the numbers are K and V themselves."""
         if g.quantised is not None:
             scales = self.words.view(torch.float32)[:, g.number_bytes // SCALE_BYTES :]
-            self.scales = scales.unflatten(1, (2, g.page_size))
+            self.scales = scales.view(frames, 2, g.page_size)
         self._blocks_of_words = self.words.view(blocks, -1)
         self._blocks_of_words[NULL_BLOCK].zero_()
 
@@ -146,7 +146,7 @@ class KVStore:
 
     def _of_layer(self, of_frames: Tensor, layer: int) -> Tensor:
         first = self.geometry.first_frame[layer]
-        by_block = of_frames.unflatten(0, (self.blocks, self.lanes))
+        by_block = of_frames.view(self.blocks, self.lanes, *of_frames.shape[1:])
         return by_block[:, first : first + self.geometry.kv_heads[layer]]
 
     def _part(self, frames: Tensor, part: int) -> Tensor:

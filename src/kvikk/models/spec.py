@@ -22,7 +22,7 @@ class ModelSpec:
         head_dim: width of one head.
         vocabulary: rows of the output head; token ids are below it.
         max_positions: the longest sequence the model (or its sliding window) allows.
-        dtype: of weights and KV.
+        dtype: of weights and of KV as it is computed.
         fingerprint: names weights and config; equal only for equal models.
         rope: canonical text of the rotary config, as it enters prefix keys.
         eos_token_ids: the tokens that end a text.
@@ -47,6 +47,12 @@ class ModelSpec:
         """Attention layers."""
         return len(self.kv_heads)
 
-    def geometry(self, page_size: int) -> KVGeometry:
-        """The KV geometry at a page size."""
-        return KVGeometry(kv_heads=self.kv_heads, head_dim=self.head_dim, page_size=page_size, dtype=self.dtype)
+    def geometry(self, page_size: int, quantised: torch.dtype | None = None) -> KVGeometry:
+        """The KV geometry at a page size, of KV as the model computes it or quantised."""
+        return KVGeometry(
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            page_size=page_size,
+            dtype=self.dtype,
+            quantised=quantised,
+        )

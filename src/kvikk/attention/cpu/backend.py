@@ -32,7 +32,8 @@ TILE_ROWS: Final = 384
 ALONE: Final = 1024
 """Query heads times slots up to which one thread is done before a second one has started."""
 
-_STORAGE: Final = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_NUMBERS: Final = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_STORAGE: Final = {**_NUMBERS, torch.int8: "int8"}
 _ALIGNMENT: Final = 64
 
 
@@ -75,7 +76,7 @@ def numba_layer() -> str:
 
 
 class CpuBackend:
-    """Compiled attention for a pool in CPU memory, in fp32, bf16 or fp16.
+    """Compiled attention for a pool in CPU memory, in fp32, bf16 or fp16, or quantised to int8.
 
     A row's result does not depend on the other rows of the step, on the number of threads, or on how a prompt was cut
     into runs of 2 and more positions, bit for bit. In `fast` numerics a run of one position uses another kernel than
@@ -94,10 +95,10 @@ class CpuBackend:
 
     def __init__(self, store: KVStore, *, threads: int | None = None, numerics: Numerics = "fast") -> None:
         g = store.geometry
-        if store.device.type != "cpu" or g.dtype not in _STORAGE:
+        if store.device.type != "cpu" or g.dtype not in _NUMBERS or g.stored not in _STORAGE:
             raise CpuUnavailableError(
-                f"the pool is {g.dtype} on {store.device}; the compiled backend takes fp32, bf16 and fp16 on cpu: "
-                "use 'reference'"
+                f"the pool is {g.format} on {store.device} for a model in {g.dtype}; the compiled backend takes models "
+                "in fp32, bf16 and fp16, and these or int8 in the pool, on cpu: use 'reference'"
             )
         self.store = store
         self.threads = threads or torch.get_num_threads()
@@ -108,7 +109,7 @@ class CpuBackend:
         except ImportError as error:
             raise CpuUnavailableError(f"numba cannot be imported ({error})") from error
         self._kernels, self._layout = kernels, table
-        self._layer, self._body = kernels.compile_kernels(_STORAGE[g.dtype])
+        self._layer, self._body = kernels.compile_kernels(_NUMBERS[g.dtype], _STORAGE[g.stored])
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._layer.address)
         self._split_pages = max(1, SPLIT_SLOTS // g.page_size)
         self._buffers: dict[str, Tensor] = {}
@@ -158,7 +159,7 @@ class CpuStep:
         self._table = raw[skip : skip + size]
         self._buffer = memoryview(self._table.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
         self._at = self._table.data_ptr()
-        self._frames = backend.store.frames.data_ptr()
+        self._frames = backend.store.words.data_ptr()
         self._shape: tuple[int, int] = (0, 0)
         self._out: Tensor | None = None
 
@@ -226,7 +227,7 @@ class CpuStep:
             packed = backend._layout.STEP.pack(
                 _pointer(work.items), len(work.items), _pointer(work.merges), _pointer(work.done),
                 _pointer(schedule.write_tokens), _pointer(schedule.write_slots), len(schedule.write_slots),
-                q_heads, kv_heads, g.head_dim, g.page_size, g.block_bytes,
+                q_heads, kv_heads, g.head_dim, g.page_size, g.block_bytes, g.frame_bytes,
                 _pointer(schedule.tail_starts), _pointer(schedule.offsets),
                 _pointer(schedule.tables), _pointer(schedule.table_offsets),
                 0 if self._bodies is None else _pointer(self._bodies),

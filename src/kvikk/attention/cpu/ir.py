@@ -32,10 +32,10 @@ class BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
         return hash("bfloat")
 
 
-I1, I16, I32, I64, F32 = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+I1, I8, I16, I32, I64, F32 = *(ir.IntType(bits) for bits in (1, 8, 16, 32, 64)), ir.FloatType()
 VF = ir.VectorType(F32, LANES)
 VI = ir.VectorType(I32, LANES)
-ELEMENT: dict[Any, Any] = {types.uint16: BFloat(), types.int16: ir.HalfType(), types.float32: F32}
+ELEMENT: dict[Any, Any] = {types.uint16: BFloat(), types.int16: ir.HalfType(), types.float32: F32, types.int8: I8}
 PAIRS = bool(get_host_cpu_features().get("avx512bf16", False))
 
 
@@ -88,25 +88,44 @@ def lanes_below(builder: Any, count: Any, width: int = LANES) -> Any:
 def masked_load(builder: Any, address: Any, element: Any, mask: Any, lanes: int = LANES) -> Any:
     """Load lanes under a mask; the others are zero and their memory is not touched."""
     kind = ir.VectorType(element, lanes)
-    suffix = {"bfloat": "bf16", "half": "f16", "float": "f32", "i16": "i16"}[str(element)]
     zero = ir.Constant(kind, None)
     args = (at(builder, address, kind), I32(element_bytes(element)), mask, zero)
-    return call(builder, f"llvm.masked.load.v{lanes}{suffix}.p0", kind, *args)
+    return call(builder, f"llvm.masked.load.v{lanes}{_suffix(element)}.p0", kind, *args)
+
+
+def masked_store(builder: Any, vector: Any, address: Any, mask: Any) -> None:
+    """Store lanes under a mask; the memory of the others is not touched."""
+    element = vector.type.element
+    args = (vector, at(builder, address, vector.type), I32(element_bytes(element)), mask)
+    call(builder, f"llvm.masked.store.v{LANES}{_suffix(element)}.p0", ir.VoidType(), *args)
+
+
+def _suffix(element: Any) -> str:
+    """How the names of LLVM's intrinsics spell a type."""
+    return {"bfloat": "bf16", "half": "f16", "float": "f32"}.get(str(element), str(element))
 
 
 def element_bytes(element: Any) -> int:
     """Bytes of an LLVM storage element."""
-    return 4 if element == F32 else 2
+    return {F32: 4, I8: 1}.get(element, 2)
 
 
 def widen(builder: Any, vector: Any) -> Any:
-    """Stored numbers to fp32."""
+    """Stored numbers to fp32; of quantised ones, before they are scaled."""
+    if vector.type.element == I8:
+        return builder.sitofp(vector, VF)
     return vector if vector.type.element == F32 else builder.fpext(vector, VF)
 
 
 def narrow(builder: Any, vector: Any, element: Any) -> Any:
     """fp32 to stored numbers, rounded to nearest even."""
     return vector if element == F32 else builder.fptrunc(vector, ir.VectorType(element, LANES))
+
+
+def nearest_i8(builder: Any, vector: Any) -> Any:
+    """fp32 within -127..127 to bytes, halves to even: adding 1.5 * 2 ** 23 leaves the integer in the low bits."""
+    rounded = builder.fadd(vector, full(12582912.0))
+    return builder.trunc(builder.bitcast(rounded, VI), ir.VectorType(I8, LANES))
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:

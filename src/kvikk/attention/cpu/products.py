@@ -62,11 +62,14 @@ def _dot_keys(keys: int) -> Callable[..., None]:
     return emit
 
 
-def _softmax(builder: Any, mark: Any, s: Any, p: Any, live: Any, padded: Any, scale: Any, state: Any) -> Any:
+def _softmax(
+    builder: Any, mark: Any, s: Any, p: Any, live: Any, padded: Any, scale: Any, state: Any, of_weights: Any = None
+) -> Any:
     """One tile of a running softmax, base 2.
 
     Reads logits `s[0:live]` (fp32, whole vectors), writes weights `p[0:padded]`, zero from `live` on, as bf16 where
     paired and fp32 elsewhere, and brings `state` = (maximum, sum) up to date. What lies beyond `live` may be NaN.
+    Where there are `of_weights`, fp32, the weights are written times these, the scales of their values.
 
     Returns:
         The factor that the sums so far must be multiplied by.
@@ -105,6 +108,10 @@ def _softmax(builder: Any, mark: Any, s: Any, p: Any, live: Any, padded: Any, sc
         weight = v.exp2(builder, v.fma(builder, logits(index), factor, below), 4 if paired else 6)
         weight = weight if mask is None else builder.select(mask, weight, v.full(0.0))
         builder.store(builder.fadd(builder.load(total), weight), total)
+        if of_weights is not None:
+            at = builder.add(of_weights, builder.shl(index, v.I64(6)))
+            factors = v.load(builder, at, v.VF) if mask is None else v.masked_load(builder, at, v.F32, mask)
+            weight = builder.fmul(weight, factors)
         stored = v.narrow(builder, weight, v.ELEMENT[mark]) if paired else weight
         v.store(builder, stored, builder.add(p, builder.shl(index, weight_shift)))
 
@@ -244,6 +251,7 @@ def _seen_bits(builder: Any, index: Any, seen: Any, paired: bool) -> Any:
 dot_keys_16 = primitive(types.void, "iiiii", _dot_keys(16))
 dot_keys_1 = primitive(types.void, "iiiii", _dot_keys(1))
 softmax_row = primitive(types.float32, "iiiifi", _softmax)
+softmax_scaled_row = primitive(types.float32, "iiiifii", _softmax)
 weigh_1x4, weigh_2x4, weigh_3x4, weigh_4x4 = (primitive(types.void, "iiiiiiii", _weigh(r, 4)) for r in (1, 2, 3, 4))
 weigh_1x1, weigh_2x1, weigh_3x1, weigh_4x1 = (primitive(types.void, "iiiiiiii", _weigh(r, 1)) for r in (1, 2, 3, 4))
 tile_fresh = primitive(types.void, "iiiiiiii", _tile(4, "fresh"))

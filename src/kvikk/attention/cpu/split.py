@@ -13,6 +13,7 @@ from kvikk.attention.cpu.products import (
     dot_keys_1,
     dot_keys_16,
     softmax_row,
+    softmax_scaled_row,
     weigh_1x1,
     weigh_1x4,
     weigh_2x1,
@@ -22,16 +23,19 @@ from kvikk.attention.cpu.products import (
     weigh_4x1,
     weigh_4x4,
 )
-from kvikk.attention.cpu.table import LOG2E, OPTIONS, bias_address, finish, lane_body, slot_address
+from kvikk.attention.cpu.table import LOG2E, OPTIONS, bias_address, finish, lane_body, slot_place
 from kvikk.attention.cpu.vector import (
     add_row,
     bias_row,
+    bytes_of,
     exp2,
     get_f32,
     get_i64,
     is_paired,
+    is_quantised,
     move,
     prefetch,
+    scale_row,
     set_f32,
     widen_row,
     zero,
@@ -47,11 +51,11 @@ def _weigh_page(
     values: int,
     slots: int,
     dim: int,
-    size: int,
     out: int,
     out_stride: int,
 ) -> None:
     """Add one page's weighted values to the sums of a group of query heads."""
+    size = bytes_of(mark)
     stride = dim * size
     for g in range(0, group, 4):
         rows = min(4, group - g)
@@ -81,8 +85,39 @@ def _weigh_page(
             column += 16
 
 
+@njit(**OPTIONS, forceinline=True)  # type: ignore[untyped-decorator]  # a call for each page costs 4 %
+def _dot_page(
+    kv: Any, group: int, q: int, q_stride: int, keys: int, slots: int, in_16s: bool, dim: int, wide: int,
+    out: int, out_stride: int,
+) -> None:  # fmt: skip
+    """One page's keys times the queries of a group; quantised ones are made fp32 in `wide` first, once for all."""
+    row = dim * bytes_of(kv)
+    if is_quantised(kv):
+        wide_row = (dim + 15) // 16 * 64
+        for first in range(0, slots, 16):
+            together = 16 if in_16s else min(16, slots - first)
+            for step in range(together):
+                widen_row(kv, wide + step * wide_row, keys + (first + step) * row, dim)
+            for g in range(group):
+                at = out + g * out_stride + first * 4
+                if in_16s:
+                    dot_keys_16(np.float32(0), q + g * q_stride, wide, wide_row, dim, at)
+                else:
+                    for step in range(together):
+                        key = wide + step * wide_row
+                        dot_keys_1(np.float32(0), q + g * q_stride, key, wide_row, dim, at + step * 4)
+    elif in_16s:
+        for step in range(0, slots, 16):  # what is beyond the live ones is overwritten, or beyond the last
+            for g in range(group):
+                dot_keys_16(kv, q + g * q_stride, keys + step * row, row, dim, out + g * out_stride + step * 4)
+    else:
+        for step in range(slots):
+            for g in range(group):
+                dot_keys_1(kv, q + g * q_stride, keys + step * row, row, dim, out + g * out_stride + step * 4)
+
+
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def attend_split(mark: Any, table: int, scratch: int, item: int, size: int) -> None:
+def attend_split(mark: Any, kv: Any, table: int, scratch: int, item: int) -> None:
     """One query position over one split of its slots, for the query heads of one KV head; pages read in place.
 
     Items are made for a row's longest lane: in a lane that ends before a split, the split is empty.
@@ -110,74 +145,56 @@ def attend_split(mark: Any, table: int, scratch: int, item: int, size: int) -> N
     logit_bytes = get_i64(table, t.LOGITS) * 4
     scale = get_f32(table + 8 * t.SCALE, 0) * LOG2E
     q = get_i64(table, t.Q) + get_i64(get_i64(table, t.OFFSETS), run) * get_i64(table, t.Q_TOKEN)
+    # Scratch, in this order: queries, logits, scales of values, a few keys made wide.
     logits = scratch + group * lanes * 4
+    value_scales = logits + group * logit_bytes
+    wide = value_scales + logit_bytes
+    row, frame_bytes = dim * bytes_of(kv), get_i64(table, t.FRAME_BYTES)
     for g in range(group):
         source, target = q + (head * group + g) * get_i64(table, t.Q_HEAD), scratch + g * lanes * 4
         zero(target, lanes * 4)
-        if is_paired(mark):
-            move(target, source, dim * size)
+        if is_paired(kv):
+            move(target, source, dim * bytes_of(mark))
         else:
             widen_row(mark, target, source, dim)
     slot = first
-    ahead, rest = slot_address(table, run, head, slot, size)
+    ahead, next_place, rest = slot_place(table, run, head, slot)
     while slot < last:
-        k, live = ahead, min(rest, last - slot)
+        frame, place, live = ahead, next_place, min(rest, last - slot)
         at = logits + (slot - first) * 4
+        if is_quantised(kv):
+            scales = frame + 2 * page * row + place * 4
+            move(value_scales + (slot - first) * 4, scales + page * 4, live * 4)
         slot += live
         if slot < last:  # frames lie apart, so no machine guesses the next: fp32 gains 10 % by this, bf16 nothing
-            ahead, rest = slot_address(table, run, head, slot, size)
-            prefetch(ahead, 2 * page * dim * size)
-        if page % 16 == 0:
-            for step in range(0, live, 16):  # what is beyond the live ones is overwritten, or beyond the last
-                for g in range(group):
-                    dot_keys_16(
-                        mark,
-                        scratch + g * lanes * 4,
-                        k + step * dim * size,
-                        dim * size,
-                        dim,
-                        at + g * logit_bytes + step * 4,
-                    )
-        else:
-            for step in range(live):
-                for g in range(group):
-                    dot_keys_1(
-                        mark,
-                        scratch + g * lanes * 4,
-                        k + step * dim * size,
-                        dim * size,
-                        dim,
-                        at + g * logit_bytes + step * 4,
-                    )
+            ahead, next_place, rest = slot_place(table, run, head, slot)
+            prefetch(ahead, frame_bytes)
+        _dot_page(kv, group, scratch, lanes * 4, frame + place * row, live, page % 16 == 0, dim, wide, at, logit_bytes)
+        if is_quantised(kv):
+            for g in range(group):
+                scale_row(at + g * logit_bytes, frame + 2 * page * row + place * 4, live)
     bias = bias_address(table, run, head)
     for g in range(group):
-        row, factor = logits + g * logit_bytes, scale
+        at, factor = logits + g * logit_bytes, scale
         if bias != 0:
-            bias_row(row, bias + first * 4, last - first, scale, LOG2E)
+            bias_row(at, bias + first * 4, last - first, scale, LOG2E)
             factor = np.float32(1)
         state = partial + (g + 1) * partial_bytes - 64
-        softmax_row(np.float32(0), row, row, last - first, 0, factor, state)
+        if is_quantised(kv):
+            softmax_scaled_row(np.float32(0), at, at, last - first, 0, factor, state, value_scales)
+        else:
+            softmax_row(np.float32(0), at, at, last - first, 0, factor, state)
     slot = first
     while slot < last:
-        k, rest = slot_address(table, run, head, slot, size)
+        frame, place, rest = slot_place(table, run, head, slot)
         live = min(rest, last - slot)
-        _weigh_page(
-            mark,
-            group,
-            logits + (slot - first) * 4,
-            logit_bytes,
-            k + page * dim * size,
-            live,
-            dim,
-            size,
-            partial,
-            partial_bytes,
-        )
+        values = frame + (page + place) * row
+        _weigh_page(kv, group, logits + (slot - first) * 4, logit_bytes, values, live, dim, partial, partial_bytes)
         slot += live
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def merge(mark: Any, table: int, scratch: int, run: int, head: int, size: int) -> None:
+def merge(mark: Any, table: int, scratch: int, run: int, head: int) -> None:
     """Join the splits of one run, for the query heads of one KV head, in the order of their slots."""
     first, splits = get_i64(get_i64(table, t.MERGES), 2 * run), get_i64(get_i64(table, t.MERGES), 2 * run + 1)
     dim, q_heads = get_i64(table, t.HEAD_DIM), get_i64(table, t.Q_HEADS)
@@ -197,4 +214,4 @@ def merge(mark: Any, table: int, scratch: int, run: int, head: int, size: int) -
             factor = exp2(get_f32(part + width * 4, 0) - top)
             add_row(scratch, part, width, factor)
             total += factor * get_f32(part + width * 4, 1)
-        finish(mark, table, get_i64(get_i64(table, t.OFFSETS), run), q_head, scratch, top, total, size)
+        finish(mark, table, get_i64(get_i64(table, t.OFFSETS), run), q_head, scratch, top, total)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from kvikk.attention.cpu.vector import get_i64, log2, narrow_row, set_f32
+from kvikk.attention.cpu.vector import bytes_of, get_i64, log2, narrow_row, set_f32
 
 # The table's entries, 8 bytes each: addresses, strides in bytes, and counts. First what changes with the layer.
 Q, Q_TOKEN, Q_HEAD, K, K_TOKEN, K_HEAD, V, V_TOKEN, V_HEAD = range(9)
@@ -31,15 +31,15 @@ MERGES = 17  # [runs, 2] of single-query runs: first split, splits
 DONE = 18  # [runs, kv_heads]: splits that have ended, 0 before and after a layer
 WRITE_TOKENS, WRITE_SLOTS, WRITE_COUNT = 19, 20, 21
 # the geometry and the runs,
-Q_HEADS, KV_HEADS, HEAD_DIM, PAGE, BLOCK_BYTES = 22, 23, 24, 25, 26
-STARTS, OFFSETS, TABLES, TABLE_OFFSETS = 27, 28, 29, 30  # starts are those in the tails
-BODIES = 31  # [runs, 3]: addresses of frames (or 0) and lengths of its body, columns; 0 where no run has one
-BIAS = 32  # [runs, 2]: address of fp32 (or 0) and stride of a head; 0 where no run has one
+Q_HEADS, KV_HEADS, HEAD_DIM, PAGE, BLOCK_BYTES, FRAME_BYTES = 22, 23, 24, 25, 26, 27
+STARTS, OFFSETS, TABLES, TABLE_OFFSETS = 28, 29, 30, 31  # starts are those in the tails
+BODIES = 32  # [runs, 3]: addresses of frames (or 0) and lengths of its body, columns; 0 where no run has one
+BIAS = 33  # [runs, 2]: address of fp32 (or 0) and stride of a head; 0 where no run has one
 # memory to work in,
-PARTIALS, LOGITS, SCRATCH, SCRATCH_BYTES = 33, 34, 35, 36  # logits: those that a split has room for, per query head
+PARTIALS, LOGITS, SCRATCH, SCRATCH_BYTES = 34, 35, 36, 37  # logits: those that a split has room for, per query head
 # and the threads: how many, what they run, and functions of the OpenMP that torch uses.
-THREADS, BODY, TEAM_START, THREAD, TEAM, BARRIER = 37, 38, 39, 40, 41, 42
-STEP = struct.Struct("=28q")
+THREADS, BODY, TEAM_START, THREAD, TEAM, BARRIER = 38, 39, 40, 41, 42, 43
+STEP = struct.Struct("=29q")
 
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True}
 """How kernels are compiled: nothing raises, nothing holds the interpreter. Only the entry is cached on disk."""
@@ -62,22 +62,22 @@ def lane_body(table: int, run: int, head: int) -> Any:
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def slot_address(table: int, run: int, head: int, slot: int, size: int) -> Any:
-    """Address of K of one slot of a lane, and how many slots lie there one after another; V lies a page further.
+def slot_place(table: int, run: int, head: int, slot: int) -> Any:
+    """Address of the frame of one slot of a lane, the slot's place in it, and how many follow it there, itself too.
 
     The slot must be live.
     """
-    page, row = get_i64(table, PAGE), get_i64(table, HEAD_DIM) * size
+    page, frame_bytes = get_i64(table, PAGE), get_i64(table, FRAME_BYTES)
     frames, body = lane_body(table, run, head)
     if slot < body:
         frame = get_i64(frames, slot // page) - get_i64(table, FIRST_LANE)
         at = slot % page
-        return get_i64(table, POOL) + (frame * 2 * page + at) * row, min(page - at, body - slot)
+        return get_i64(table, POOL) + frame * frame_bytes, at, min(page - at, body - slot)
     slot -= body
     index = get_i64(get_i64(table, TABLE_OFFSETS), run) + slot // page
     block = get_i64(get_i64(table, TABLES), index)
     at = slot % page
-    return get_i64(table, POOL) + block * get_i64(table, BLOCK_BYTES) + (head * 2 * page + at) * row, page - at
+    return get_i64(table, POOL) + block * get_i64(table, BLOCK_BYTES) + head * frame_bytes, at, page - at
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
@@ -93,13 +93,13 @@ def bias_address(table: int, run: int, head: int) -> Any:
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def finish(mark: Any, table: int, token: int, q_head: int, sums: int, top: Any, total: Any, size: int) -> None:
+def finish(mark: Any, table: int, token: int, q_head: int, sums: int, top: Any, total: Any) -> None:
     """Normalise one query head's sums into the output, and note its log-sum-exp."""
     dim, q_heads = get_i64(table, HEAD_DIM), get_i64(table, Q_HEADS)
     index = token * q_heads + q_head
     empty = total == np.float32(0)
     factor = np.float32(0) if empty else np.float32(1) / total
-    narrow_row(mark, get_i64(table, OUT) + index * dim * size, sums, dim, factor)
+    narrow_row(mark, get_i64(table, OUT) + index * dim * bytes_of(mark), sums, dim, factor)
     lse = get_i64(table, LSE)
     if lse != 0:
         set_f32(lse, index, np.float32(-np.inf) if empty else (top + log2(total)) * LN2)

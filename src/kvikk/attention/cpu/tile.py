@@ -16,21 +16,26 @@ from kvikk.attention.cpu.products import (
     FLOOR,
     ROWS,
     softmax_row,
+    softmax_scaled_row,
     tile_1,
     tile_4,
     tile_fresh,
     tile_hiding_1,
     tile_hiding_4,
 )
-from kvikk.attention.cpu.table import LOG2E, OPTIONS, bias_address, finish, lane_body, slot_address
+from kvikk.attention.cpu.table import LOG2E, OPTIONS, bias_address, finish, lane_body, slot_place
 from kvikk.attention.cpu.vector import (
     bias_row,
+    bytes_of,
     get_f32,
     get_i64,
     half32,
     is_paired,
+    is_quantised,
     move,
     move32,
+    narrow_row,
+    scale_row,
     set_f32,
     set_i64,
     widen_one,
@@ -44,13 +49,29 @@ KEY_TILE = 128
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _pack_keys(mark: Any, table: int, run: int, head: int, first: int, slots: int, target: int, size: int) -> None:
-    """Turn a tile of keys on its side: word w of slot s goes to row w, column s."""
-    dim = get_i64(table, t.HEAD_DIM)
-    k = rest = np.int64(0)
+def _numbers(mark: Any, kv: Any, stored: int, dim: int, wide: int, copy: int) -> int:
+    """Address of a stored row as the model's numbers: its own, or where it is quantised, of a copy that is exact."""
+    if not is_quantised(kv):
+        return stored
+    widen_row(kv, wide, stored, dim)
+    narrow_row(mark, copy, wide, dim, np.float32(1))
+    return copy
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _pack_keys(
+    mark: Any, kv: Any, table: int, run: int, head: int, first: int, slots: int, target: int, scales: int, spare: int
+) -> None:
+    """Turn a tile of keys on its side: word w of slot s goes to row w, column s; scales are gathered in a row."""
+    dim, size = get_i64(table, t.HEAD_DIM), bytes_of(mark)
+    row = dim * bytes_of(kv)
+    frame = place = rest = np.int64(0)
     for s in range(slots):
         if rest == 0:
-            k, rest = slot_address(table, run, head, first + s, size)
+            frame, place, rest = slot_place(table, run, head, first + s)
+        if is_quantised(kv):
+            move32(scales + s * 4, frame + 2 * get_i64(table, t.PAGE) * row + place * 4)
+        k = _numbers(mark, kv, frame + place * row, dim, spare, spare + (dim + 15) // 16 * 64)
         if is_paired(mark):
             for w in range(dim // 2):
                 move32(target + (w * KEY_TILE + s) * 4, k + w * 4)
@@ -59,24 +80,35 @@ def _pack_keys(mark: Any, table: int, run: int, head: int, first: int, slots: in
         else:
             for w in range(dim):
                 widen_one(mark, target + (w * KEY_TILE + s) * 4, k + w * size)
-        k += dim * size
+        place += 1
         rest -= 1
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _pack_values(
-    mark: Any, table: int, run: int, head: int, first: int, slots: int, target: int, blank: int, size: int
+    mark: Any,
+    kv: Any,
+    table: int,
+    run: int,
+    head: int,
+    first: int,
+    slots: int,
+    target: int,
+    scales: int,
+    blank: int,
+    spare: int,
 ) -> None:
-    """Copy a tile of values: two slots zipped into each row of pairs, or one fp32 row for each slot."""
-    dim = get_i64(table, t.HEAD_DIM)
-    stride = dim * size
-    page_bytes = get_i64(table, t.PAGE) * stride
+    """Copy a tile of values: two slots zipped into each row of pairs, or one fp32 row for each slot; and the scales."""
+    dim, page = get_i64(table, t.HEAD_DIM), get_i64(table, t.PAGE)
+    row = dim * bytes_of(kv)
     row_bytes = (dim + 15) // 16 * 64
-    k = rest = before = np.int64(0)
+    frame = place = rest = before = np.int64(0)
     for s in range(slots):
         if rest == 0:
-            k, rest = slot_address(table, run, head, first + s, size)
-        value = k + page_bytes
+            frame, place, rest = slot_place(table, run, head, first + s)
+        if is_quantised(kv):
+            move32(scales + s * 4, frame + 2 * page * row + (page + place) * 4)
+        value = _numbers(mark, kv, frame + (page + place) * row, dim, spare, spare + (1 + s % 2) * row_bytes)
         if not is_paired(mark):
             widen_row(mark, target + s * row_bytes, value, dim)
         elif s % 2:
@@ -84,12 +116,12 @@ def _pack_values(
         elif s + 1 == slots:
             zip_rows(target + s // 2 * row_bytes, value, blank, dim)
         before = value
-        k += stride
+        place += 1
         rest -= 1
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def attend_tile(mark: Any, table: int, scratch: int, item: int, size: int) -> None:
+def attend_tile(mark: Any, kv: Any, table: int, scratch: int, item: int) -> None:
     """Several query positions of a run, for the query heads of one KV head: a row for each position and head.
 
     An item's positions are those in the run's tail.
@@ -106,16 +138,19 @@ def attend_tile(mark: Any, table: int, scratch: int, item: int, size: int) -> No
     bias = bias_address(table, run, head)
     _, body = lane_body(table, run, head)
 
-    # Scratch, in this order: packed values and keys, logits, weights, factors, what rows see, a blank row, queries,
-    # sums, states.
+    # Scratch, in this order: packed values and keys, logits, weights, factors, what rows see, scales of keys and of
+    # values, a blank row and spare ones, sums, queries, states.
     packed_v = scratch
     packed_k = packed_v + KEY_TILE * width * 4
     logits = packed_k + KEY_TILE * words * 4
     weights = logits + ROWS * KEY_TILE * 4
     factors = weights + ROWS * KEY_TILE * 4
     sights = factors + 64
-    blank = sights + 64
-    sums = blank + width * 4
+    key_scales = sights + 64
+    value_scales = key_scales + KEY_TILE * 4
+    blank = value_scales + KEY_TILE * 4
+    spare = blank + width * 4
+    sums = spare + 3 * width * 4
     queries = sums + padded_rows * width * 4
     states = queries + padded_rows * words * 4
     zero(blank, width * 4)
@@ -125,10 +160,10 @@ def attend_tile(mark: Any, table: int, scratch: int, item: int, size: int) -> No
     for row in range(rows):
         source = q + row // group * get_i64(table, t.Q_TOKEN) + row % group * get_i64(table, t.Q_HEAD)
         if is_paired(mark):
-            move(queries + row * words * 4, source, dim * size)
+            move(queries + row * words * 4, source, dim * bytes_of(mark))
         else:
             for d in range(dim):
-                widen_one(mark, queries + (row * words + d) * 4, source + d * size)
+                widen_one(mark, queries + (row * words + d) * 4, source + d * bytes_of(mark))
     for row in range(padded_rows):
         set_f32(states, 2 * row, np.float32(FLOOR))
         set_f32(states, 2 * row + 1, np.float32(0))
@@ -136,8 +171,8 @@ def attend_tile(mark: Any, table: int, scratch: int, item: int, size: int) -> No
     first, last = body + first, body + last  # from here on, slots
     for tile in range(0, last, KEY_TILE):
         slots = min(KEY_TILE, last - tile)
-        _pack_keys(mark, table, run, head, tile, slots, packed_k, size)
-        _pack_values(mark, table, run, head, tile, slots, packed_v, blank, size)
+        _pack_keys(mark, kv, table, run, head, tile, slots, packed_k, key_scales, spare)
+        _pack_values(mark, kv, table, run, head, tile, slots, packed_v, value_scales, blank, spare)
         for block in range(0, padded_rows, ROWS):
             seen = min(slots, first + min(block + ROWS - 1, rows - 1) // group + 1 - tile)
             if seen <= 0:
@@ -163,12 +198,16 @@ def attend_tile(mark: Any, table: int, scratch: int, item: int, size: int) -> No
                 live = max(0, min(slots, first + row // group + 1 - tile))
                 at = logits + r * KEY_TILE * 4
                 factor = scale
+                if is_quantised(kv):
+                    scale_row(at, key_scales, live)
                 if bias != 0:
                     bias_row(at, bias + tile * 4, live, scale, LOG2E)
                     factor = np.float32(1)
-                shrink = softmax_row(
-                    mark, at, weights + r * KEY_TILE * 4, live, (seen + 15) // 16 * 16, factor, states + (block + r) * 8
-                )
+                to, padded, state = weights + r * KEY_TILE * 4, (seen + 15) // 16 * 16, states + (block + r) * 8
+                if is_quantised(kv):
+                    shrink = softmax_scaled_row(mark, at, to, live, padded, factor, state, value_scales)
+                else:
+                    shrink = softmax_row(mark, at, to, live, padded, factor, state)
                 set_f32(factors, r, shrink)
                 set_i64(sights + r * 8, live - clear * depth_step)
             column = 0
@@ -194,5 +233,4 @@ def attend_tile(mark: Any, table: int, scratch: int, item: int, size: int) -> No
             sums + row * width * 4,
             get_f32(states, 2 * row),
             get_f32(states, 2 * row + 1),
-            size,
         )

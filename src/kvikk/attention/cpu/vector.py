@@ -1,9 +1,9 @@
 """Vector primitives of the CPU kernels, called from numba code with raw addresses.
 
-Two things are decided when code is generated: the storage type, from the type of a `mark` argument (`uint16` stands for
-bf16, `int16` for fp16, `float32` for fp32), and whether products are of bf16 pairs (one instruction for two products
-and a sum), which takes bf16 storage and a machine that has it. Everything else is a run-time argument. Addresses are
-int64, strides are in bytes. None of them checks anything.
+Two things are decided when code is generated: what numbers are, from the type of a `mark` argument (`uint16` stands for
+bf16, `int16` for fp16, `float32` for fp32, `int8` for quantised ones, whose scale is the caller's), and whether
+products are of bf16 pairs (one instruction for two products and a sum), which takes bf16 and a machine that has it.
+Everything else is a run-time argument. Addresses are int64, strides are in bytes. None of them checks anything.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.core.cgutils import for_range
+from numba.core.cgutils import alloca_once_value, for_range
 from numba.extending import intrinsic
 
 from kvikk.attention.cpu import ir as v
+from kvikk.memory.quantise import LARGEST
 
 Codegen = Callable[[Any, Any, Any, Any], Any]
 
@@ -110,6 +112,14 @@ def _is_paired(builder: Any, mark: Any) -> Any:
     return v.I1(int(v.paired(mark)))
 
 
+def _is_quantised(builder: Any, mark: Any) -> Any:
+    return v.I1(int(mark == types.int8))
+
+
+def _bytes_of(builder: Any, mark: Any) -> Any:
+    return v.I64(v.element_bytes(v.ELEMENT[mark]))
+
+
 def _call_int(builder: Any, function: Any) -> Any:
     """`int function(void)`."""
     kind = ir.FunctionType(v.I32, [])
@@ -148,6 +158,8 @@ prefetch = primitive(types.void, "ii", _prefetch, marked=False)
 log2 = primitive(types.float32, "f", _log2, marked=False)
 exp2 = primitive(types.float32, "f", _exp2, marked=False)
 is_paired = primitive(types.boolean, "", _is_paired)
+is_quantised = primitive(types.boolean, "", _is_quantised)
+bytes_of = primitive(types.int64, "", _bytes_of)
 call_int = primitive(types.int64, "i", _call_int, marked=False)
 call_void = primitive(types.void, "i", _call_void, marked=False)
 call_body = primitive(types.void, "ii", _call_body, marked=False)
@@ -180,16 +192,54 @@ def _widen_row(builder: Any, mark: Any, target: Any, source: Any, count: Any) ->
 def _narrow_row(builder: Any, mark: Any, target: Any, source: Any, count: Any, factor: Any) -> None:
     """Store `count` fp32 numbers times `factor` in the storage type, exactly that many."""
     element = v.ELEMENT[mark]
-    kind = ir.VectorType(element, v.LANES)
-    suffix = {"bfloat": "bf16", "half": "f16", "float": "f32"}[str(element)]
     with for_range(builder, _strips(builder, count)) as loop:
         lane = builder.shl(loop.index, v.I64(4))
         value = v.load(builder, builder.add(source, builder.shl(lane, v.I64(2))), v.VF)
         value = v.narrow(builder, builder.fmul(value, v.splat(builder, factor)), element)
-        at = v.at(builder, builder.add(target, builder.mul(lane, v.I64(v.element_bytes(element)))), kind)
-        mask = _tail_mask(builder, count, loop.index)
-        args = (value, at, v.I32(v.element_bytes(element)), mask)
-        v.call(builder, f"llvm.masked.store.v16{suffix}.p0", ir.VoidType(), *args)
+        at = builder.add(target, builder.mul(lane, v.I64(v.element_bytes(element))))
+        v.masked_store(builder, value, at, _tail_mask(builder, count, loop.index))
+
+
+def _quantise_row(builder: Any, mark: Any, target: Any, source: Any, count: Any) -> Any:
+    """Store `count` numbers as bytes, exactly that many, and return their scale; see `memory.quantise`."""
+    element, largest = v.ELEMENT[mark], LARGEST[torch.int8]
+    top = alloca_once_value(builder, v.full(0.0))
+    nothing = alloca_once_value(builder, v.full(0.0))
+
+    def strip(index: Any) -> tuple[Any, Any, Any]:
+        lane = builder.shl(index, v.I64(4))
+        mask = _tail_mask(builder, count, index)
+        at = builder.add(source, builder.mul(lane, v.I64(v.element_bytes(element))))
+        return lane, mask, v.widen(builder, v.masked_load(builder, at, element, mask))
+
+    builder.store(v.full(0.0), top)
+    builder.store(v.full(0.0), nothing)
+    with for_range(builder, _strips(builder, count)) as loop:
+        _, _, value = strip(loop.index)
+        magnitude = v.call(builder, "llvm.fabs.v16f32", v.VF, value)
+        builder.store(v.larger(builder, magnitude, builder.load(top)), top)
+        # A number times 0 is nothing, NaN and infinity times 0 are NaN.
+        builder.store(v.fma(builder, value, v.full(0.0), builder.load(nothing)), nothing)
+    span = builder.fmul(v.across(builder, builder.load(top), v.larger), v.F32(1.0 / largest))
+    scale = builder.fadd(span, v.across(builder, builder.load(nothing), v.fadd))
+    divisor = v.splat(builder, scale)
+    is_scaled = builder.fcmp_ordered(">", divisor, v.full(0.0))  # neither 0 nor NaN
+    with for_range(builder, _strips(builder, count)) as loop:
+        lane, mask, value = strip(loop.index)
+        value = builder.select(is_scaled, builder.fdiv(value, divisor), v.full(0.0))
+        for bound, beyond in ((largest, ">"), (-largest, "<")):  # the scale of tiny numbers is a coarse one
+            value = builder.select(builder.fcmp_ordered(beyond, value, v.full(bound)), v.full(bound), value)
+        v.masked_store(builder, v.nearest_i8(builder, value), builder.add(target, lane), mask)
+    return scale
+
+
+def _scale_row(builder: Any, target: Any, factors: Any, count: Any) -> None:
+    """target *= factors, `count` fp32 numbers, exactly that many."""
+    with for_range(builder, _strips(builder, count)) as loop:
+        offset, mask = builder.shl(loop.index, v.I64(6)), _tail_mask(builder, count, loop.index)
+        at = builder.add(target, offset)
+        factor = v.masked_load(builder, builder.add(factors, offset), v.F32, mask)
+        v.masked_store(builder, builder.fmul(v.masked_load(builder, at, v.F32, mask), factor), at, mask)
 
 
 def _add_row(builder: Any, target: Any, source: Any, count: Any, factor: Any) -> None:
@@ -227,6 +277,8 @@ def _zip_rows(builder: Any, target: Any, first: Any, second: Any, count: Any) ->
 
 widen_row = primitive(types.void, "iii", _widen_row)
 narrow_row = primitive(types.void, "iiif", _narrow_row)
+quantise_row = primitive(types.float32, "iii", _quantise_row)
+scale_row = primitive(types.void, "iii", _scale_row, marked=False)
 add_row = primitive(types.void, "iiif", _add_row, marked=False)
 bias_row = primitive(types.void, "iiiff", _bias_row, marked=False)
 zip_rows = primitive(types.void, "iiii", _zip_rows, marked=False)

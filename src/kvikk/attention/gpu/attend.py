@@ -110,7 +110,7 @@ def attend_items(
         rows: as planned.
         store: the pool.
         layer: which layer.
-        q: `[tokens, q_heads, head_dim]`, heads and numbers contiguous, in the pool's dtype.
+        q: `[tokens, q_heads, head_dim]`, heads and numbers contiguous, in the geometry's dtype.
         out: `[tokens, q_heads, head_dim]`, contiguous, in q's dtype.
         tile: how.
         scale: factor on `q @ k`.
@@ -123,7 +123,7 @@ def attend_items(
     if q.shape[1:] != out.shape[1:] or q.shape[1:] != (group * kv_heads, head_dim):
         raise ValueError(f"q {tuple(q.shape)} and out {tuple(out.shape)} are not [tokens, {kv_heads} * n, {head_dim}]")
     if q.stride()[1:] != (head_dim, 1) or not out.is_contiguous() or q.dtype != geometry.dtype:
-        raise ValueError("q must have contiguous heads, out be contiguous, both in the pool's dtype")
+        raise ValueError("q must have contiguous heads, out be contiguous, both in the model's dtype")
     if tile.rows < group or tile.slots % page:
         raise ValueError(f"a tile of {tile.rows} x {tile.slots} serves no group of {group} with pages of {page}")
     plan = layer if work.items.shape[0] > 1 else 0
@@ -132,7 +132,8 @@ def attend_items(
         (rows.seats, rows.seats) if rows.bodies is None else (rows.bodies.frames, rows.bodies.offsets)
     )
     _attend[(work.capacity,)](
-        q, out, out if lse is None else lse, partials.sums, partials.states, store.frames,
+        q, out, out if lse is None else lse, partials.sums, partials.states,
+        store.frames, store.frames if store.scales is None else store.scales,
         work.items[plan], work.counts[plan],
         rows.tables, rows.tables.stride(0), body_frames, body_offsets, body_stride,
         out if bias is None else bias.values,
@@ -140,7 +141,8 @@ def attend_items(
         rows.seats if bias is None else bias.strides,
         q.stride(0), scale * LOG2E, geometry.frames_per_block, geometry.first_frame[layer],
         Q_HEADS=q.shape[1], GROUP=group, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        PAGE=page, ROWS=tile.rows, SLOTS=tile.slots, USED=partials.sums.shape[1], RECORD=FIELDS,
+        PAGE=page, FRAME=geometry.frame_bytes // geometry.stored.itemsize, QUANTISED=store.scales is not None,
+        ROWS=tile.rows, SLOTS=tile.slots, USED=partials.sums.shape[1], RECORD=FIELDS,
         PART=tile.part, ONE_LOOP=isinstance(rows, DecodeRows) or rows.bodies is not None or bias is not None,
         RAGGED=rows.bodies is not None,
         HAS_BIAS=bias is not None, HAS_LSE=lse is not None,
@@ -167,11 +169,15 @@ def join_part(sums, largest, weight_sum, part_sums, part_largest, part_weight, I
 @triton.jit
 def _step(
     q, sums, largest, weight_sum, base, end, limit, body, padded_body,
-    pool, table, body_run, bias, bias_end, scale_log2, frames_per_block, lane,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr,
+    pool, scales, table, body_run, bias, bias_end, scale_log2, frames_per_block, lane,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, FRAME: tl.constexpr,
+    QUANTISED: tl.constexpr, SLOTS: tl.constexpr,
     MASKED: tl.constexpr, RAGGED: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take one tile of slots into the running softmax."""
+    """Take one tile of slots into the running softmax.
+
+    Quantised K and V are exact in q's dtype; their scales are taken into logits and weights.
+    """
     slot = base + tl.arange(0, SLOTS)
     number = tl.arange(0, BLOCK_D)
     is_live = slot < end
@@ -184,12 +190,17 @@ def _step(
     else:
         block = tl.load(table + slot // PAGE, mask=is_live, other=0)
         frame = block.to(tl.int64) * frames_per_block + lane
-    at = frame * (2 * PAGE * HEAD_DIM) + slot % PAGE * HEAD_DIM
+    at = frame * FRAME + slot % PAGE * HEAD_DIM
     if BLOCK_D == HEAD_DIM:
         keys = tl.load(pool + at[None, :] + number[:, None])
     else:
         keys = tl.load(pool + at[None, :] + number[:, None], mask=(number < HEAD_DIM)[:, None], other=0.0)
-    logits = tl.dot(q, keys, input_precision=PRECISION) * scale_log2
+    if QUANTISED:
+        scale_at = scales + frame * (FRAME * pool.dtype.element_ty.primitive_bitwidth // 32) + slot % PAGE
+        key_scales = tl.load(scale_at) * scale_log2
+        logits = tl.dot(q, keys.to(q.dtype), input_precision=PRECISION) * key_scales[None, :]
+    else:
+        logits = tl.dot(q, keys, input_precision=PRECISION) * scale_log2
     if HAS_BIAS:
         logits += tl.load(bias + slot, mask=slot < bias_end, other=0.0)[None, :] * 1.4426950408889634
     if MASKED:
@@ -204,19 +215,22 @@ def _step(
         real = is_live[:, None] & (number < HEAD_DIM)[None, :]
         values = tl.load(pool + PAGE * HEAD_DIM + at[:, None] + number[None, :], mask=real, other=0.0)
     weight_sum = weight_sum * shrink + tl.sum(weights, axis=1)
+    if QUANTISED:
+        weights *= tl.load(scale_at + PAGE, mask=is_live, other=0.0)[None, :]
+        values = values.to(q.dtype)
     sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision=PRECISION)
     return sums, new_largest, weight_sum
 
 
 @triton.jit
 def _attend(
-    q, out, lse, partial_sums, partial_states, pool, items, counts,
+    q, out, lse, partial_sums, partial_states, pool, scales, items, counts,
     tables, table_stride, body_frames, body_offsets, body_stride, bias, bias_offsets, bias_strides,
     q_stride, scale_log2, frames_per_block, first_frame,
     Q_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, SLOTS: tl.constexpr, USED: tl.constexpr, RECORD: tl.constexpr,
-    PART: tl.constexpr, ONE_LOOP: tl.constexpr, RAGGED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    FRAME: tl.constexpr, QUANTISED: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, USED: tl.constexpr,
+    RECORD: tl.constexpr, PART: tl.constexpr, ONE_LOOP: tl.constexpr, RAGGED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)
     number = tl.arange(0, BLOCK_D)
@@ -265,8 +279,8 @@ def _attend(
                 for base in range(part, tl.minimum(part + PART, end), SLOTS):
                     part_sums, part_largest, part_weight = _step(
                         tile, part_sums, part_largest, part_weight, base, end, limit, body, padded_body,
-                        pool, table, body_run, row_bias, bias_end, scale_log2, frames_per_block, lane,
-                        HEAD_DIM, BLOCK_D, PAGE, SLOTS, True, RAGGED, HAS_BIAS, PRECISION,
+                        pool, scales, table, body_run, row_bias, bias_end, scale_log2, frames_per_block, lane,
+                        HEAD_DIM, BLOCK_D, PAGE, FRAME, QUANTISED, SLOTS, True, RAGGED, HAS_BIAS, PRECISION,
                     )  # fmt: skip
                 sums, largest, weight_sum = join_part(
                     sums, largest, weight_sum, part_sums, part_largest, part_weight, True
@@ -278,14 +292,14 @@ def _attend(
                 for base in range(begin, masked_from, SLOTS):
                     sums, largest, weight_sum = _step(
                         tile, sums, largest, weight_sum, base, end, limit, body, padded_body,
-                        pool, table, body_run, row_bias, bias_end, scale_log2, frames_per_block, lane,
-                        HEAD_DIM, BLOCK_D, PAGE, SLOTS, False, RAGGED, HAS_BIAS, PRECISION,
+                        pool, scales, table, body_run, row_bias, bias_end, scale_log2, frames_per_block, lane,
+                        HEAD_DIM, BLOCK_D, PAGE, FRAME, QUANTISED, SLOTS, False, RAGGED, HAS_BIAS, PRECISION,
                     )  # fmt: skip
             for base in range(masked_from, end, SLOTS):
                 sums, largest, weight_sum = _step(
                     tile, sums, largest, weight_sum, base, end, limit, body, padded_body,
-                    pool, table, body_run, row_bias, bias_end, scale_log2, frames_per_block, lane,
-                    HEAD_DIM, BLOCK_D, PAGE, SLOTS, True, RAGGED, HAS_BIAS, PRECISION,
+                    pool, scales, table, body_run, row_bias, bias_end, scale_log2, frames_per_block, lane,
+                    HEAD_DIM, BLOCK_D, PAGE, FRAME, QUANTISED, SLOTS, True, RAGGED, HAS_BIAS, PRECISION,
                 )  # fmt: skip
 
         if splits == 1:

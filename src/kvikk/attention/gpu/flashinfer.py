@@ -60,8 +60,8 @@ def why_not(route: FlashInferRoute, geometry: KVGeometry, q_heads: int, blocks: 
     kv_heads, head_dim = geometry.kv_heads[0], geometry.head_dim
     if len(set(geometry.kv_heads)) > 1:
         return f"it wants layers that are alike, these have {sorted(set(geometry.kv_heads))} KV heads"
-    if geometry.dtype not in DTYPES:
-        return f"it takes bfloat16 and float16, the pool is {geometry.dtype}"
+    if geometry.stored not in DTYPES:
+        return f"it takes bfloat16 and float16, the pool is {geometry.stored}"
     if head_dim not in HEAD_DIMS:
         return f"it takes heads of {', '.join(map(str, HEAD_DIMS))}, these are {head_dim} wide"
     if q_heads % kv_heads:

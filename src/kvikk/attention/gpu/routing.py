@@ -31,7 +31,7 @@ def cost_model(store: KVStore, q_heads: int) -> CostModel:
         kv_heads=geometry.kv_heads[0],
         group=q_heads // geometry.kv_heads[0],
         head_dim=geometry.head_dim,
-        dtype=str(geometry.dtype).removeprefix("torch."),
+        dtype=geometry.format,
         page_size=geometry.page_size,
     )
     if not is_installed():

@@ -1,4 +1,4 @@
-"""What lies between the QKV projection and attention, in one kernel: Q/K norm, RoPE, and the KV write."""
+"""What lies between the QKV projection and attention, in one kernel: Q/K norm, RoPE, and the (quantised) KV write."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvikk.memory.quantise import LARGEST
 from kvikk.memory.storage import KVStore
 from kvikk.models.gpu.launch import overlapping, wait_for_inputs
 from kvikk.models.protocol import HeadNorm
@@ -50,12 +51,15 @@ def store_heads(
     if (rope is None) != (positions is None):
         raise ValueError("rope and positions go together")
     _store[(tokens, triton.cdiv(all_heads, HEADS_AT_ONCE))](
-        heads, heads.stride(0), slots, q_out, store.frames, geometry.frames_per_block, geometry.first_frame[layer],
+        heads, heads.stride(0), slots, q_out, store.frames, store.frames if store.scales is None else store.scales,
+        geometry.frames_per_block, geometry.first_frame[layer],
         heads if rope is None else rope, slots if positions is None else positions,
         heads if norm is None else norm.q_weight, heads if norm is None else norm.k_weight,
         0.0 if norm is None else norm.eps,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
         ROTARY=0 if rope is None else rope.shape[2], PAGE=geometry.page_size, HEADS=HEADS_AT_ONCE,
+        FRAME=geometry.frame_bytes // geometry.stored.itemsize,
+        LARGEST=0.0 if geometry.quantised is None else LARGEST[geometry.stored],
         HAS_NORM=norm is not None, WIDE=norm is not None and norm.wide, num_warps=4,
         **overlapping(heads.device),
     )  # fmt: skip
@@ -69,11 +73,21 @@ def _normed(x, scale, weight, dtype, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _over_scales(x, LARGEST: tl.constexpr):
+    """Rows over their scales, and these, bit for bit as in `memory.quantise`; rounding them is left to the caller."""
+    odd = tl.sum(tl.where(tl.abs(x) < float("inf"), 0, 1), axis=1)
+    scale = tl.where(odd > 0, float("nan"), tl.max(tl.abs(x), axis=1) * (1.0 / LARGEST))
+    divisor = tl.where(scale > 0, scale, 1.0)[:, None]
+    ratio = tl.where((scale > 0)[:, None], tl.div_rn(x, tl.broadcast_to(divisor, x.shape)), 0.0)
+    return tl.minimum(tl.maximum(ratio, -LARGEST), LARGEST), scale
+
+
+@triton.jit
 def _store(
-    heads, stride, slots, q_out, pool, frames_per_block, first_frame, rope, positions, q_weight, k_weight, eps,
+    heads, stride, slots, q_out, pool, scales, frames_per_block, first_frame, rope, positions, q_weight, k_weight, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     ROTARY: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, WIDE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    FRAME: tl.constexpr, LARGEST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -114,6 +128,16 @@ def _store(
     )
     lane = head - Q_HEADS - tl.where(is_value, KV_HEADS, 0)
     frame = slot // PAGE * frames_per_block + first_frame + lane
-    target = frame * (2 * PAGE * HEAD_DIM) + tl.where(is_value, PAGE * HEAD_DIM, 0) + slot % PAGE * HEAD_DIM
+    row = tl.where(is_value, PAGE, 0) + slot % PAGE
+    target = pool + (frame * FRAME + row * HEAD_DIM)[:, None] + number[None, :]
     stored = real & (tl.where(slot < 0, -1, head) >= Q_HEADS)[:, None]
-    tl.store(pool + target[:, None] + number[None, :], result.to(pool.dtype.element_ty), mask=stored)
+    if LARGEST > 0:
+        numbers, row_scale = _over_scales(result.to(tl.float32), LARGEST)
+        if pool.dtype.element_ty == tl.int8:
+            numbers = (numbers + 12582912.0) - 12582912.0  # adding 1.5 * 2 ** 23 rounds, halves to even
+        tl.store(target, numbers.to(pool.dtype.element_ty), mask=stored)
+        at = frame * (FRAME * pool.dtype.element_ty.primitive_bitwidth // 32) + row
+        is_stored = (tl.where(slot < 0, -1, head) >= Q_HEADS) & (head < Q_HEADS + 2 * KV_HEADS)
+        tl.store(scales + at, row_scale, mask=is_stored)
+    else:
+        tl.store(target, result.to(pool.dtype.element_ty), mask=stored)
