@@ -23,8 +23,9 @@ $(STAMP): pyproject.toml
 demo: install
 	$(RUN)kvikk demo
 
+# Two processes with one thread each: threads of two would wait for each other's cores.
 test: install
-	$(RUN)python -m pytest
+	OMP_NUM_THREADS=1 $(RUN)python -m pytest -n 2 --dist loadfile
 
 verify: install
 	KVIKK_VERIFY=all KVIKK_SIMULATED_STEPS=1000000 $(RUN)python -m pytest

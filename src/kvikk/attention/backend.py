@@ -69,7 +69,7 @@ class AttentionBackend(Protocol):
     def begin(self, schedule: Schedule) -> AttentionStep:
         """A step ready to run. Its outputs may share one buffer: each is valid until the next `attend`.
 
-        Tensors must have the shapes of `AttentionStep.attend`, and on the compiled backend the pool's dtype; any
+        Tensors must have the shapes of `AttentionStep.attend`, and on the compiled backend the geometry's dtype; any
         strides will do. A tensor that does not fit is a ValueError, and nothing was stored.
         """
         ...
