@@ -710,7 +710,7 @@ def random_event(world: World, rng: random.Random, *, plain_share: float = 0.0) 
             repetition_penalty=1.0 if is_plain else rng.choice([1.0, 1.0, 1.5]),
             presence_penalty=0.0 if is_plain else rng.choice([0.0, 0.0, 0.5]),
             structured_outputs=None if is_plain else rng.choice([None, None, FORM, STRICT_FORM]),
-            kv_cache=rng.choice([None, random_compression(rng)]),
+            kv_cache=random_compression(rng) if rng.random() < (0.1 if is_plain else 0.5) else None,
         )
     elif what < 0.34 and world.requests:
         world.abort(rng.choice(sorted(world.requests)))
