@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 
@@ -193,8 +192,8 @@ def test_what_is_saved_comes_back_to_other_frames() -> None:
     r.compact(random.Random(4), 0.5)
     body = r.body
     assert body is not None
-    saved = r.store.save(np.array(body.held(PAGE), dtype=np.int64), r.blocks)
-    r.frames.release(np.array(body.held(PAGE), dtype=np.int64))
+    saved = r.store.save(body.held(PAGE), r.blocks)
+    r.frames.release(body.held(PAGE))
     r.pool.release(r.blocks)
     r.store.poison()
     r.pool.take(7)

@@ -104,7 +104,7 @@ def test_joining_frees_blocks_and_every_body_keeps_its_frames_contents() -> None
             room = frames.free + pool.free * LANES
             if bodies and (draw.random() < 0.4 or not room):
                 gone = bodies.pop(draw.randrange(len(bodies)))
-                frames.release(np.array(gone.held(PAGE), dtype=np.int64))
+                frames.release(gone.held(PAGE))
             elif room:
                 body = body_of(frames.take(draw.randrange(1, min(room, 15) + 1)))
                 content[body.held(PAGE)] = draw.randrange(1, 2**40)

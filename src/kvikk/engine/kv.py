@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -222,8 +221,7 @@ class KVMemory:
         choice = self.compressor.choose(row, self._held(row, row.blocks), fold_to)
         in_body = 0 if row.body is None else int(row.body.lengths.sum())
         live = in_body + self.store.lanes * (row.front - row.tail_start)
-        drops = int(choice.counts.sum()) < live
-        if not drops and not choice.state:
+        if int(choice.counts.sum()) == live and not choice.state:
             return True
         folded = row.blocks[: (fold_to - row.tail_start) // self.page_size]
         counts = choice.counts - (row.front - fold_to)
@@ -231,15 +229,13 @@ class KVMemory:
         if held is None:
             return False
         frames_freed = self._pack(row, folded, held, choice, counts, fold_to)
-        if drops and row.exact_until is None:
-            row.exact_until = row.front
         self._note(row, live / self.store.lanes, float(choice.counts.mean()), frames_freed)
         return True
 
     def offload(self, row: Row) -> None:
         """Save what a compressed row holds and take its memory: it could not be computed again."""
         assert row.body is not None
-        owned = self._owned(row.body)
+        owned = row.body.held(self.page_size)
         row.saved = Saved(self.store.save(owned, row.blocks), len(owned), len(row.blocks))
         self._give_up(row.body)
         self.prefix.release(row.blocks)
@@ -290,12 +286,12 @@ class KVMemory:
         self.prefix.release(shared)
         frames = len(folded) * self.store.lanes
         if row.body is not None:
-            frames += len(self._owned(row.body))
+            frames += row.body.frame_count(self.page_size)
             self._bodies.remove(row.body)
         self._bodies.add(plan.body)
         row.body, row.blocks = plan.body, row.blocks[len(folded) :]
         self._count(row)
-        return frames - len(self._owned(plan.body))
+        return frames - plan.body.frame_count(self.page_size)
 
     def _with_room(
         self, row: Row, folded: Sequence[BlockId], counts: IntArray, room: Callable[[int, Row], bool]
@@ -341,16 +337,13 @@ class KVMemory:
 
     def _count(self, row: Row) -> None:
         assert row.body is not None
-        row.body_blocks = -(-len(self._owned(row.body)) // self.store.lanes)
+        row.body_blocks = -(-row.body.frame_count(self.page_size) // self.store.lanes)
         row.request.recount_blocks()
 
     def _is_own(self, block: BlockId) -> bool:
         """Of a running row's block: whether it may be written to in place."""
         return self.pool.references(block) == 1 and not self.pool.is_kept(block)
 
-    def _owned(self, body: Body) -> IntArray:
-        return np.array(body.held(self.page_size), dtype=np.int64)
-
     def _give_up(self, body: Body) -> None:
-        self.frames.release(self._owned(body))
+        self.frames.release(body.held(self.page_size))
         self._bodies.remove(body)

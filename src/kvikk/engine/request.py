@@ -148,8 +148,6 @@ class Row:
     """What the frames of the body amount to, rounded up."""
     saved: Saved | None = None
     """Of a compressed row that was preempted: its body has no frames then."""
-    exact_until: int | None = None
-    """KV from here on was computed by reading a lossy cache, and nobody else may find it; None: all is exact."""
     compress_at: int | None = None
     """The next trigger: when all positions below it are computed the row is compacted, before it computes more."""
     watched: range = range(0)

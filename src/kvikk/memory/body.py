@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvikk.types import FrameId, Position
+from kvikk.types import Position
 
 IntArray = NDArray[np.int64]
 
@@ -40,9 +40,13 @@ class Body:
         """KV heads of all layers."""
         return len(self.lengths)
 
-    def held(self, page_size: int) -> list[FrameId]:
-        """The frames that the body owns, each once."""
-        return [FrameId(frame) for frame in self.frames[self.live_columns(page_size)].tolist()]
+    def held(self, page_size: int) -> IntArray:
+        """The frames that the body owns, each once, lane after lane."""
+        return self.frames[self.live_columns(page_size)]
+
+    def frame_count(self, page_size: int) -> int:
+        """How many these are."""
+        return int((-(-self.lengths // page_size)).sum())
 
     def live_columns(self, page_size: int) -> NDArray[np.bool_]:
         """`[lanes, columns]`: where `frames` names a frame of the body."""

@@ -152,7 +152,7 @@ class FramePool:
         Raises:
             PoolCorrupt: the first disagreement found.
         """
-        owned = [frame for body in bodies for frame in body.held(page_size)]
+        owned = [frame for body in bodies for frame in body.held(page_size).tolist()]
         live = np.flatnonzero(self._live)
         if sorted(owned) != live.tolist():
             raise PoolCorrupt(f"{len(owned)} frames are owned by bodies, {len(live)} are marked as owned, or others")

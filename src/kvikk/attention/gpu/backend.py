@@ -140,7 +140,7 @@ class TritonBackend:
             body = schedule.runs[index].body
             if body is not None:
                 lengths[row] = body.lengths
-                arena.append(np.array(body.held(page), dtype=np.int64))
+                arena.append(body.held(page))
         held = -(-lengths // page)
         offsets = (np.cumsum(held) - held.ravel()).reshape(held.shape)
         frames = np.concatenate([*arena, np.zeros(1, dtype=np.int64)])  # an address, where no lane has a frame

@@ -42,7 +42,7 @@ class BodyArena:
     def put(self, seat: int, body: Body) -> None:
         """The row at this seat has this body now."""
         self._held[seat] = body
-        if self._end + len(body.held(self._page_size)) > len(self.bodies.frames):
+        if self._end + body.frame_count(self._page_size) > len(self.bodies.frames):
             self._end = 0
             for other, its_body in self._held.items():
                 self._write(other, its_body)
@@ -56,7 +56,7 @@ class BodyArena:
 
     def _write(self, seat: int, body: Body) -> None:
         held = -(-body.lengths // self._page_size)
-        frames = body.frames[body.live_columns(self._page_size)]
+        frames = body.held(self._page_size)
         start, self._end = self._end, self._end + len(frames)
         _send(self.bodies.frames[start : self._end], frames)
         _send(self.bodies.offsets[seat], start + np.cumsum(held) - held)
