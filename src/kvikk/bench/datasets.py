@@ -163,6 +163,21 @@ def at_least(flag: str, value: int, least: int) -> None:
         raise ConfigError(f"{flag} {value} must be at least {least}")
 
 
+def names_in(text: str, flag: str, known: Sequence[str] | None = None) -> list[str]:
+    """The names of a list with commas, each once.
+
+    Raises:
+        ConfigError: there are none, or one is not among the known.
+    """
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise ConfigError(f"{flag} {text!r} names nothing: write one or several, with commas between them")
+    for name in names:
+        if known is not None and name not in known:
+            raise ConfigError(f"{flag} {name!r} is unknown: choose from {', '.join(known)}")
+    return names
+
+
 def make_requests(config: DatasetConfig, tokenizer: Any, seed: int) -> list[Request]:
     """The requests that a seed stands for.
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kvikk.bench.datasets import at_least
+from kvikk.bench.datasets import at_least, names_in
 from kvikk.bench.device import header, synchronize
 from kvikk.bench.random_engine import dtype_of, random_engine, shape_name
 from kvikk.compress import Budget, KVCacheParams
@@ -71,9 +71,7 @@ class ReclaimConfig:
             ("--output-len", self.output_len),
         ):
             at_least(flag, value, 1)
-        for mix in self.mixes.split(","):
-            if mix not in MIXES:
-                raise ConfigError(f"--mixes names {mix!r}: choose from {', '.join(MIXES)}")
+        names_in(self.mixes, "--mixes", MIXES)
         self.methods()
 
     def methods(self) -> list[dict[str, Any]]:
@@ -84,8 +82,8 @@ class ReclaimConfig:
         """
         every = [
             {"policy": policy, "budget": budget, "allocator": self.allocator, "trigger": self.trigger}
-            for policy in self.policies.split(",")
-            for budget in self.budgets.split(",")
+            for policy in names_in(self.policies, "--policies")
+            for budget in names_in(self.budgets, "--budgets")
         ]
         for method in every:
             try:
@@ -299,7 +297,7 @@ def bench_reclaim(config: BenchReclaimConfig, *, clock: Callable[[], float] = ti
             f"{engine.limits.max_model_len:,} tokens a request: give less, or raise --kv-memory"
         )
     rows = []
-    for mix in reclaim.mixes.split(","):
+    for mix in names_in(reclaim.mixes, "--mixes"):
         requests = jobs(mix, reclaim, engine.limits.vocabulary, config.engine.seed)
         serve(engine, requests[: max(1, len(requests) // 8)], None)  # meets what is compiled at first use
         baseline: Served | None = None

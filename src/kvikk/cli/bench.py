@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvikk.bench.attention import AttentionBenchConfig, bench_attention
 from kvikk.bench.churn import BenchChurnConfig, bench_churn
@@ -39,6 +39,18 @@ BENCHMARKS = {
     "churn": "short requests in bursts, and how even the steps stay",
     "reclaim": "what dropping tokens gives back of a fixed KV memory, and how many more requests that serves",
 }
+
+
+class _Rows(Protocol):
+    """A result of flat rows."""
+
+    @property
+    def header(self) -> dict[str, Any]: ...
+
+    @property
+    def rows(self) -> list[dict[str, Any]]: ...
+
+    def lines(self) -> Iterator[str]: ...
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,9 +135,7 @@ def _attention(parsed: argparse.Namespace) -> int:
         _show(explain(config))
         return 0
     result = bench_attention(config)
-    _show(result.lines())
-    if config.json is not None:
-        write_rows(Path(config.json), result.header, result.rows)
+    _show_rows(result, config.json)
     return int(any(row["failure"] is not None and not row["is_refused"] for row in result.rows))
 
 
@@ -136,27 +146,21 @@ def _step(parsed: argparse.Namespace) -> int:
     options.setdefault("max_num_seqs", rows)
     options.setdefault("max_num_batched_tokens", max(rows, STEP_PROMPT_TOKENS))
     result = bench_step(build(BenchStepConfig, options))
-    _show(result.lines())
-    if config.step.json is not None:
-        write_rows(Path(config.step.json), result.header, result.rows)
+    _show_rows(result, config.step.json)
     return 0
 
 
 def _churn(parsed: argparse.Namespace) -> int:
     config = build(BenchChurnConfig, given(resolve(parsed, BenchChurnConfig)))
     result = bench_churn(config)
-    _show(result.lines())
-    if config.churn.json is not None:
-        write_rows(Path(config.churn.json), result.header, result.rows)
+    _show_rows(result, config.churn.json)
     return 0
 
 
 def _reclaim(parsed: argparse.Namespace) -> int:
     config = build(BenchReclaimConfig, given(resolve(parsed, BenchReclaimConfig)))
     result = bench_reclaim(config)
-    _show(result.lines())
-    if config.reclaim.json is not None:
-        write_rows(Path(config.reclaim.json), result.header, result.rows)
+    _show_rows(result, config.reclaim.json)
     return 0
 
 
@@ -164,6 +168,13 @@ def _engine(options: Mapping[str, Any]) -> LLM:
     """The engine that a benchmark's options describe."""
     names = options_of(EngineConfig)
     return LLM(**{name: value for name, value in options.items() if name in names})
+
+
+def _show_rows(result: _Rows, path: str | None) -> None:
+    """Print the table, and write header and rows where a file was named."""
+    _show(result.lines())
+    if path is not None:
+        write_rows(Path(path), result.header, result.rows)
 
 
 def _show(lines: Iterable[str]) -> None:

@@ -10,12 +10,12 @@ from typing import Any, Final
 import torch
 from tqdm import tqdm
 
+from kvikk.bench.datasets import names_in
 from kvikk.bench.device import device_name, header
 from kvikk.errors import ConfigError, KvikkError
 from kvikk.eval.answers import Tasks
 from kvikk.eval.config import SUITES, EvalConfig, SuiteConfig
 from kvikk.eval.fidelity import UNMEASURED, Fidelity
-from kvikk.eval.grid import names_in
 from kvikk.eval.results import Results
 from kvikk.eval.subject import Subject
 from kvikk.eval.suite import REFERENCE, Suite, complete

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
+from kvikk.bench.datasets import names_in
 from kvikk.compress import KVCacheParams
 from kvikk.errors import ConfigError, InvalidRequest
 
@@ -100,18 +100,3 @@ class GridConfig:
         except InvalidRequest as error:
             raise ConfigError(f"{cell} cannot be evaluated: {error}") from None
         return asked
-
-
-def names_in(text: str, flag: str, known: Sequence[str] | None = None) -> list[str]:
-    """The names of a list with commas, each once.
-
-    Raises:
-        ConfigError: there are none, or one is not among the known.
-    """
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise ConfigError(f"{flag} {text!r} names nothing: write one or several, with commas between them")
-    for name in names:
-        if known is not None and name not in known:
-            raise ConfigError(f"{flag} {name!r} is unknown: choose from {', '.join(known)}")
-    return names
