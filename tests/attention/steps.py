@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvikk.attention import QueryRun
+from kvikk.attention import AttentionBackend, QueryRun
 from kvikk.geometry import KVGeometry
 from kvikk.memory.body import Body
 from kvikk.memory.quantise import dequantise, quantise
@@ -223,6 +223,16 @@ def make_step(
     qkv = torch.cat(fused).view(-1, s.kv_heads * (s.group + 2), s.head_dim)
     q, k, v = qkv.split([s.kv_heads * s.group, s.kv_heads, s.kv_heads], dim=1)
     return Step(runs, q, k, v, torch.cat(expected), scale)
+
+
+def assert_the_same_alone(made: AttentionBackend, step: Step, together: Tensor) -> None:
+    """Each run of a step by itself gives the bits that it has among the others."""
+    at = 0
+    for run in step.runs:
+        span = slice(at, at + run.length)
+        alone = made.begin(made.plan([run])).attend(LAYER, step.q[span], step.k[span], step.v[span], scale=step.scale)
+        assert torch.equal(alone, together[span])
+        at += run.length
 
 
 def expected_of(q: Tensor, row: Row, start: int, scale: float, bias: Tensor | None = None) -> Tensor:

@@ -7,6 +7,7 @@ its shapes.
 from __future__ import annotations
 
 import importlib.util
+import math
 
 import pytest
 import torch
@@ -33,6 +34,19 @@ def shape_for(backend: BackendName, dtype: torch.dtype = torch.float32) -> Shape
 def attend(backend: AttentionBackend, step: Step) -> torch.Tensor:
     started = backend.begin(backend.plan(step.runs))
     return started.attend(LAYER, step.q, step.k, step.v, scale=step.scale).clone()
+
+
+def assert_a_nan_spoils_only_what_follows(made: AttentionBackend, step: Step) -> None:
+    """A value that is NaN, in a step of one run, spoils its own position and those after it, and no earlier one."""
+    right = assert_right(made, step)
+    exactly = (made.name, made.numerics) != ("reference", "fast")
+    rounding = 0.0 if exactly else TOLERANCE[step.q.dtype]
+    for bad in (1, 4, 13, 20):
+        step.v[bad], value = math.nan, step.v[bad].clone()
+        spoilt = attend(made, step)
+        step.v[bad] = value
+        assert torch.allclose(spoilt[:bad], right[:bad], rtol=0.0, atol=rounding)
+        assert spoilt[bad:].isnan().all()
 
 
 def assert_right(backend: AttentionBackend, step: Step) -> torch.Tensor:

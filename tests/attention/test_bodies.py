@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,8 +13,8 @@ from attention.test_backends import (
     TOLERANCE,
     WITH_TRITON,
     a_step_with_bodies,
+    assert_a_nan_spoils_only_what_follows,
     assert_right,
-    attend,
     shape_for,
 )
 from kvikk.attention import BackendName, attention_backend
@@ -139,12 +137,4 @@ def test_a_value_that_is_not_a_number_reaches_no_position_before_it(
         if kept is not None:
             row = world.compacted(row, 48, [torch.arange(48)[:n] for n in kept])
         made = attention_backend(backend, world.store, numerics=numerics)
-        step = make_step(world, [(row, 49, 21)])
-        right = assert_right(made, step)
-        for bad in (1, 4, 13, 20):
-            step.v[bad], value = math.nan, step.v[bad].clone()
-            spoilt = attend(made, step)
-            step.v[bad] = value
-            rounding = TOLERANCE[dtype] if (backend, numerics) == ("reference", "fast") else 0.0
-            assert torch.allclose(spoilt[:bad], right[:bad], rtol=0.0, atol=rounding)
-            assert spoilt[bad:].isnan().all()
+        assert_a_nan_spoils_only_what_follows(made, make_step(world, [(row, 49, 21)]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention.steps import LAYER, Shape, World, make_step
+from attention.steps import LAYER, Shape, World, assert_the_same_alone, make_step
 from attention.test_backends import a_mixed_step, a_step_with_bodies, assert_right, attend, long_step, shape_for
 from kvikk.attention import BackendName, QueryRun, attention_backend
 from kvikk.attention.cpu.backend import CpuBackend
@@ -22,14 +22,7 @@ def test_a_run_alone_and_in_a_batch_gives_the_same_bits(backend: str, dtype: tor
         made = attention_backend(backend, world.store)  # type: ignore[arg-type]
         step = make(world)
         together = attend(made, step)
-        at = 0
-        for run in step.runs:
-            span = slice(at, at + run.length)
-            alone = made.begin(made.plan([run])).attend(
-                LAYER, step.q[span], step.k[span], step.v[span], scale=step.scale
-            )
-            assert torch.equal(alone, together[span])
-            at += run.length
+        assert_the_same_alone(made, step, together)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

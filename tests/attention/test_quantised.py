@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention.steps import LAYER, Row, Shape, World, make_step
+from attention.steps import LAYER, Row, Shape, World, assert_the_same_alone, make_step
 from attention.test_backends import (
     BACKENDS,
     HAS_TRITON,
@@ -19,6 +19,7 @@ from attention.test_backends import (
     WITH_TRITON,
     a_mixed_step,
     a_step_with_bodies,
+    assert_a_nan_spoils_only_what_follows,
     assert_right,
     attend,
     long_step,
@@ -145,15 +146,7 @@ def test_a_value_that_is_not_a_number_reaches_no_position_before_it(
     world = World(int8(dtype, head_dim=80))
     row = world.row(70, range(49))
     made = attention_backend(backend, world.store, numerics=numerics)
-    step = make_step(world, [(row, 49, 21)])
-    right = assert_right(made, step)
-    for bad in (1, 4, 13, 20):
-        step.v[bad], value = math.nan, step.v[bad].clone()
-        spoilt = attend(made, step)
-        step.v[bad] = value
-        rounding = TOLERANCE[dtype] if (backend, numerics) == ("reference", "fast") else 0.0
-        assert torch.allclose(spoilt[:bad], right[:bad], rtol=0.0, atol=rounding)
-        assert spoilt[bad:].isnan().all()
+    assert_a_nan_spoils_only_what_follows(made, make_step(world, [(row, 49, 21)]))
 
 
 @pytest.mark.parametrize("backend", WITH_TRITON)
@@ -199,14 +192,7 @@ def test_a_run_has_the_same_bits_alone_and_in_a_batch_and_on_any_number_of_threa
         together = attend(made, step)
         if backend == "cpu":
             assert torch.equal(attend(CpuBackend(world.store, threads=3), step), together)
-        at = 0
-        for run in step.runs:
-            span = slice(at, at + run.length)
-            alone = made.begin(made.plan([run])).attend(
-                LAYER, step.q[span], step.k[span], step.v[span], scale=step.scale
-            )
-            assert torch.equal(alone, together[span])
-            at += run.length
+        assert_the_same_alone(made, step, together)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
