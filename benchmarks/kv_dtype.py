@@ -25,8 +25,8 @@ from torch import Tensor
 from kvikk.attention import QueryRun, attention_backend
 from kvikk.bench.device import capture, header, timed_us
 from kvikk.bench.results import write_rows
+from kvikk.bench.texts import Document, documents
 from kvikk.eval.fidelity import kl_divergence
-from kvikk.eval.texts import Document, documents
 from kvikk.geometry import KVGeometry
 from kvikk.memory import QUANTISED, KVStore, why_no_fp8
 from kvikk.models import LoadedModel, load_model

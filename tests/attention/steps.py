@@ -13,7 +13,7 @@ from torch import Tensor
 from kvikk.attention import AttentionBackend, QueryRun
 from kvikk.geometry import KVGeometry
 from kvikk.memory.body import Body
-from kvikk.memory.quantise import dequantise, quantise
+from kvikk.memory.quantise import pack, unpack
 from kvikk.memory.storage import KVStore
 from kvikk.types import BlockId, Position
 
@@ -49,18 +49,20 @@ class Shape:
 
 def put_rows(store: KVStore, frames: Tensor, part: int, offsets: Tensor, rows: Tensor) -> None:
     """Store rows, `[rows, head_dim]`, of K (part 0) or V (1) at offsets in single frames."""
-    if store.scales is None:
+    if store.scales is None or store.geometry.quantised is None:
         store.frames[frames, part, offsets] = rows
     else:
-        numbers, scales = quantise(rows, store.geometry.stored)
+        numbers, scales = pack(rows, part, store.geometry.quantised)
         store.frames[frames, part, offsets], store.scales[frames, part, offsets] = numbers, scales
 
 
 def spoil(store: KVStore, frames: Sequence[int]) -> None:
     """Fill frames with what must never be read."""
     at = torch.tensor(frames)
-    store.frames[at] = math.nan if store.scales is None else -128
-    if store.scales is not None:
+    if store.scales is None:
+        store.frames[at] = math.nan
+    else:
+        store.frames.view(torch.uint8)[at] = 128
         store.scales[at] = math.nan
 
 
@@ -83,7 +85,8 @@ class Row:
         k, v = self.k[:stop], self.v[:stop]
         if self.quantised is None:
             return k, v
-        return dequantise(*quantise(k, self.quantised)), dequantise(*quantise(v, self.quantised))
+        kv = [unpack(*pack(x, part, self.quantised), part, self.quantised) for part, x in enumerate((k, v))]
+        return kv[0], kv[1]
 
     @property
     def tail(self) -> int:

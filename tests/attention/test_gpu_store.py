@@ -12,13 +12,15 @@ pytest.importorskip("triton")
 
 from kvikk.attention.gpu import twins
 from kvikk.attention.gpu.store import store_heads
-from kvikk.geometry import KVGeometry
+from kvikk.geometry import INT4, KVGeometry
 from kvikk.memory.storage import KVStore
 from kvikk.models.protocol import HeadNorm
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Relative: some roundings, which for bf16 the interpreter takes towards zero."""
+STEP = {torch.int8: 0.03, torch.float8_e4m3fn: 0.13, INT4: 0.4}
+"""From a number that was drawn to its neighbour, at the most."""
 BLOCKS, PAGE, POSITIONS, LAYER = 5, 16, 200, 1
 SLOTS = [17, -1, 16, 79, 40, -1]
 """Where the six tokens go: neighbours, the last slot of the pool, and nowhere."""
@@ -72,7 +74,7 @@ class World:
             found.append((q, store.read(torch.arange(len(store.frames), device=self.device))))
         tolerance = TOLERANCE[self.dtype]
         if self.stores[0].scales is not None:  # where a rounding differs, a number may be its neighbour
-            tolerance = max(tolerance, 0.03 if self.stores[0].geometry.stored == torch.int8 else 0.13)
+            tolerance = max(tolerance, STEP[self.stores[0].geometry.quantised])
         for ours, twin in zip(*found, strict=True):
             torch.testing.assert_close(ours, twin, rtol=tolerance, atol=tolerance, equal_nan=True)
         is_written = ~found[0][1].isnan().view(BLOCKS, -1, 2, PAGE, self.head_dim)
@@ -107,7 +109,7 @@ def test_heads_are_normalised_before_they_are_rotated(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "rotary"), [(64, 64), (80, 32)])
-@pytest.mark.parametrize("quantised", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("quantised", [torch.int8, torch.float8_e4m3fn, INT4])
 def test_keys_and_values_are_quantised_after_norm_and_rotation(
     quantised: torch.dtype, head_dim: int, rotary: int, dtype: torch.dtype, kernel_device: torch.device
 ) -> None:

@@ -57,7 +57,7 @@ def test_a_quantised_pool_holds_nearly_twice_as_many_tokens_as_one_of_bf16() -> 
 
 
 def test_an_unknown_format_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="--kv-dtype 'int3' is not supported: choose auto, int8, fp8"):
+    with pytest.raises(ConfigError, match="--kv-dtype 'int3' is not supported: choose auto, int8, fp8, int4"):
         MemoryConfig(kv_dtype="int3")  # type: ignore[arg-type]
 
 

@@ -54,7 +54,7 @@ def facts() -> list[tuple[str, str]]:
         name = torch.cuda.get_device_name(index)
         found.append((f"cuda:{index}", f"{name}, {format_bytes(free)} free of {format_bytes(total)}"))
     no_fp8 = why_no_fp8(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
-    found.append(("kv dtypes", "auto, int8, fp8" if no_fp8 is None else f"auto, int8; fp8 {no_fp8}"))
+    found.append(("kv dtypes", "auto, int8, int4, fp8" if no_fp8 is None else f"auto, int8, int4; fp8 {no_fp8}"))
     state = "ready" if bundled.is_dir() else "not converted yet: made on first use"
     found.append(("model cache", str(cache_folder())))
     found.append((f"bundled {BUNDLED}", state))

@@ -5,6 +5,8 @@
 - `pool.BlockPool`: the ownership, reference counts and `check()`.
 - `body.Body`: what a compressed row keeps, per lane; `compaction` makes a smaller one from a mask of what is kept.
 - `frames.FramePool`: the ownership of single frames, and the joining of blocks that were split for them.
+- `transfer`: whole blocks to the host's memory and back, without waiting.
+- `upload`: small arrays to the device, without waiting either.
 - `sizing`: from `--kv-memory 4GiB` to a number of blocks.
 
 Invariants: a block is free, held or cached, never two of them; block 0 is never given out or written; allocation is
@@ -17,10 +19,13 @@ from kvikk.memory.frames import FramePool
 from kvikk.memory.pool import BlockPool
 from kvikk.memory.sizing import QUANTISED, MemoryConfig, check_device, format_bytes, pool_blocks, why_no_fp8
 from kvikk.memory.storage import KVStore
+from kvikk.memory.transfer import BlockTransfer
+from kvikk.memory.upload import upload
 
 __all__ = [
     "QUANTISED",
     "BlockPool",
+    "BlockTransfer",
     "Body",
     "Compaction",
     "FramePool",
@@ -34,5 +39,6 @@ __all__ = [
     "held_by",
     "plan_compaction",
     "pool_blocks",
+    "upload",
     "why_no_fp8",
 ]

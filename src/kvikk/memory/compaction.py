@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvikk.memory.body import Body, IntArray
+from kvikk.memory.upload import upload
 from kvikk.types import NULL_BLOCK, BlockId, Position
 
 
@@ -46,11 +47,11 @@ class Moves:
     """Tokens to copy. A lane's are copied together: all its sources are read before one of its targets is written.
 
     Args:
-        lanes: `[moves]`, ascending.
+        counts: `[lanes]`, how many of the moves are each lane's: they lie one lane after the other.
         sources, targets: `[moves]` int64 slots, `frame * page_size + offset`, on the device.
     """
 
-    lanes: Tensor
+    counts: IntArray
     sources: Tensor
     targets: Tensor
 
@@ -87,6 +88,7 @@ def held_by(
     lanes: int,
     page_size: int,
     device: torch.device,
+    before: Held | None = None,
 ) -> Held:
     """A row's slots: its body, if it has one, and its tail.
 
@@ -98,22 +100,25 @@ def held_by(
         lanes: of the model.
         page_size: slots of a frame.
         device: of the pool.
+        before: the same slots, and maybe more behind them, as they were before frames moved or blocks changed hands.
     """
     start = 0 if body is None else body.stop
-    tail = np.asarray(blocks, dtype=np.int64)[None, :] * lanes + np.arange(lanes)[:, None]
-    own = np.broadcast_to(np.asarray(is_own, dtype=bool), tail.shape)
+    frames = np.asarray(blocks, dtype=np.int64)[None, :] * lanes + np.arange(lanes)[:, None]
+    own = np.broadcast_to(np.asarray(is_own, dtype=bool), frames.shape)
+    if body is not None:
+        frames = np.concatenate([body.frames, frames], axis=1)
+        own = np.concatenate([body.live_columns(page_size), own], axis=1)
+    if before is not None:
+        slots = frames.shape[1] * page_size
+        return Held(frames, own, before.positions[:, :slots], before.live[:, :slots])
     positions = torch.arange(start, start + len(blocks) * page_size, dtype=torch.int32, device=device)
     positions = positions.expand(lanes, -1)
-    if body is None:
-        return Held(frames=tail, is_own=own, positions=positions, live=positions < length)
-    slots = torch.arange(body.positions.shape[1], device=device)
-    live = slots < torch.from_numpy(body.lengths).to(device)[:, None]
-    return Held(
-        frames=np.concatenate([body.frames, tail], axis=1),
-        is_own=np.concatenate([body.live_columns(page_size), own], axis=1),
-        positions=torch.cat([body.positions, positions], dim=1),
-        live=torch.cat([live, positions < length], dim=1),
-    )
+    live = positions < length
+    if body is not None:
+        in_body = torch.arange(body.positions.shape[1], device=device) < upload(body.lengths, device)[:, None]
+        positions = torch.cat([body.positions, positions], dim=1)
+        live = torch.cat([in_body, live], dim=1)
+    return Held(frames, own, positions, live)
 
 
 def frames_wanted(held: Held, counts: IntArray, page_size: int) -> IntArray:
@@ -125,12 +130,12 @@ def frames_wanted(held: Held, counts: IntArray, page_size: int) -> IntArray:
 def plan_compaction(
     held: Held, keep: Tensor, counts: IntArray, fresh: IntArray, *, stop: Position, page_size: int
 ) -> Compaction:
-    """Pack what is kept into frames of the row's own.
+    """Pack what is kept into frames of the row's own. Waits for the device once, to know how many tokens move.
 
     Args:
         held: the row's slots.
         keep: `[lanes, slots]` bool on the device, true for live slots only.
-        counts: `[lanes]`, how many each lane keeps.
+        counts: `[lanes]`, how many each lane keeps: those that `keep` says.
         fresh: `[sum(frames_wanted)]`, frames for the lanes that lack some, lane by lane.
         stop: where the tail begins afterwards.
         page_size: slots of a frame.
@@ -149,19 +154,22 @@ def plan_compaction(
     frames[(at >= own) & (at < needed[:, None])] = fresh
     assert len(fresh) == int(wanted.sum())
 
-    device = keep.device
-    lane, slot = keep.nonzero(as_tuple=True)
-    offsets = torch.from_numpy(np.cumsum(counts) - counts).to(device)
-    order = torch.arange(len(lane), device=device) - offsets[lane]
-    before, after = torch.from_numpy(held.frames).to(device), torch.from_numpy(frames).to(device)
-    sources = before[lane, slot // page_size] * page_size + slot % page_size
-    targets = after[lane, order // page_size] * page_size + order % page_size
-    moved = sources != targets
+    device, total = keep.device, int(counts.sum())
+    first = (np.cumsum(counts) - counts)[:, None]  # of the kept tokens of each lane
+    table = upload(np.hstack([first, frames * page_size, held.frames * page_size]), device)
+    offsets, after, before = table[:, 0], table[:, 1 : 1 + columns], table[:, 1 + columns :]
+    lane, slot = keep.nonzero_static(size=total).unbind(1)
+    order = torch.arange(total, device=device) - offsets[lane]
+    sources = before[lane, slot // page_size] + slot % page_size
+    targets = after[lane, order // page_size] + order % page_size
+    is_moved = sources != targets
+    moved_of_lane = table.new_zeros(lanes).scatter_add_(0, lane, is_moved.long()).cpu().numpy()
+    moved = is_moved.nonzero_static(size=int(moved_of_lane.sum())).view(-1)
     positions = torch.zeros((lanes, columns * page_size), dtype=torch.int32, device=device)
     positions[lane, order] = held.positions[lane, slot]
     return Compaction(
         body=Body(frames=frames, lengths=counts, stop=stop, positions=positions),
-        moves=Moves(lanes=lane[moved], sources=sources[moved], targets=targets[moved]),
+        moves=Moves(counts=moved_of_lane, sources=sources[moved], targets=targets[moved]),
         freed=held.frames[held.is_own & ~stays],
         _kept=(lane, slot, order),
     )

@@ -1,7 +1,8 @@
-"""From K and V to small numbers and back: symmetric, one scale for each row of a head.
+"""From K and V to small numbers and back: `pack` and `unpack`, whatever the format.
 
 A row is one token's K, or its V, in one KV head, so what is stored of a token depends on that token alone: neither on
-the chunk that it came in nor on its neighbours. Every kernel that stores K and V makes these very bytes.
+the chunk that it came in nor on its neighbours. Every kernel that stores K and V makes these very bytes. Those of int8
+and fp8 are here, symmetric, with one scale for each row; `int4` has its own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from typing import Final
 
 import torch
 from torch import Tensor
+
+from kvikk.geometry import INT4
+from kvikk.memory import int4
 
 LARGEST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """What the largest number of a row becomes, by storage type."""
@@ -45,3 +49,27 @@ def dequantise(numbers: Tensor, scales: Tensor) -> Tensor:
         scales: `[...]` fp32.
     """
     return numbers.float() * scales.unsqueeze(-1)
+
+
+def pack(x: Tensor, part: int, quantised: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows as they are stored.
+
+    Args:
+        x: `[..., head_dim]`.
+        part: of a frame: 0 where they are K, 1 where V.
+        quantised: the format, as in `KVGeometry`.
+
+    Returns:
+        `[..., row_elements]` of the stored dtype, and the scales, `[...]` fp32, or `[..., 2]` in int4.
+    """
+    if quantised is not INT4:
+        return quantise(x, quantised)
+    return int4.encode(x if part else int4.turn(x))
+
+
+def unpack(numbers: Tensor, scales: Tensor, part: int, quantised: torch.dtype) -> Tensor:
+    """What `pack` stored, `[..., head_dim]` fp32."""
+    if quantised is not INT4:
+        return dequantise(numbers, scales)
+    rows = int4.decode(numbers, scales)
+    return rows if part else int4.turned_back(rows)

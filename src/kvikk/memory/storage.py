@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvikk.geometry import SCALE_BYTES, KVGeometry
+from kvikk.geometry import INT4, SCALE_BYTES, KVGeometry
 from kvikk.memory.body import IntArray
 from kvikk.memory.compaction import Moves
-from kvikk.memory.quantise import dequantise, quantise
+from kvikk.memory.quantise import pack, unpack
+from kvikk.memory.upload import upload
 from kvikk.types import NULL_BLOCK, BlockId
 
 BYTES_IN_THE_AIR: Final = 64 * 2**20
@@ -23,7 +25,8 @@ class KVStore:
     """K and V of all layers, heads and blocks in one allocation, a frame after the other.
 
     A frame is `page_size` rows of K, then of V, as `[2, page_size, head_dim]`. Where they are quantised, their scales
-    lie behind them as `[2, page_size]` fp32, so that a frame, and a block, is still one run of bytes.
+    lie behind them as `[2, page_size]` fp32, so that a frame, and a block, is still one run of bytes. In int4 a row is
+    `head_dim / 2` bytes, and its scales are two: `[2, page_size, 2]`.
 
     Recycled slots hold whatever was there before, NaN included: readers mask what lies beyond a row's length,
     they never multiply it by zero. The null block is zero and is never written.
@@ -49,13 +52,17 @@ class KVStore:
         rows = memory[: frames * numbers].view(frames, numbers)
         self.words: Tensor = rows.view(torch.int32)
         """All bytes, `[frames, frame_bytes / 4]` int32: for copies, which need not know the format."""
-        self.frames: Tensor = rows[:, : g.frame_elements].view(frames, 2, g.page_size, g.head_dim)
-        """The numbers as they are stored, `[frames, 2, page_size, head_dim]`, without the scales."""
+        self.frames: Tensor = rows[:, : g.frame_elements].view(frames, 2, g.page_size, g.row_elements)
+        """What is stored without the scales, `[frames, 2, page_size, row_elements]`."""
         self.scales: Tensor | None = None
-        """`[frames, 2, page_size]` fp32; None: the numbers are K and V themselves."""
+        """`[frames, 2, page_size]` fp32, `[frames, 2, page_size, 2]` in int4; None: K and V themselves are stored."""
         if g.quantised is not None:
             scales = self.words.view(torch.float32)[:, g.number_bytes // SCALE_BYTES :]
-            self.scales = scales.view(frames, 2, g.page_size)
+            self.scales = scales.view(frames, 2, g.page_size, *([g.row_scales] if g.quantised is INT4 else []))
+        numbers_of = self.frames.view(_widest(g.row_elements * g.stored.itemsize, g.frame_bytes))
+        parts = [numbers_of] if self.scales is None else [numbers_of, self.scales]
+        self._token_rows: list[Tensor] = [part[:, kind] for part in parts for kind in (0, 1)]
+        """What a token has in a frame: K, V and their scales, each `[frames, page_size, ...]`, in words of any type."""
         self._blocks_of_words = self.words.view(blocks, -1)
         self._blocks_of_words[NULL_BLOCK].zero_()
 
@@ -75,7 +82,7 @@ class KVStore:
         return self.geometry.token_bytes
 
     def layer(self, layer: int) -> Tensor:
-        """The stored numbers of one layer: a view `[blocks, kv_heads, 2, page_size, head_dim]`."""
+        """What is stored of one layer, without scales: a view `[blocks, kv_heads, 2, page_size, row_elements]`."""
         return self._of_layer(self.frames, layer)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -84,10 +91,10 @@ class KVStore:
         block, offset = slots // page, slots % page
         target = self.layer(layer)
         for part, x in enumerate((k, v)):
-            if self.scales is None:
+            if self.scales is None or self.geometry.quantised is None:
                 target[block, :, part, offset] = x.to(target.dtype)
             else:
-                numbers, scales = quantise(x, target.dtype)
+                numbers, scales = pack(x, part, self.geometry.quantised)
                 target[block, :, part, offset] = numbers
                 self._of_layer(self.scales, layer)[block, :, part, offset] = scales
 
@@ -97,8 +104,9 @@ class KVStore:
         Args:
             frames: `[...]` int64, on the pool's device.
         """
-        numbers = self.frames[frames]
-        return numbers if self.scales is None else dequantise(numbers, self.scales[frames])
+        if self.scales is None:
+            return self.frames[frames]
+        return torch.stack((self.keys(frames), self.values(frames)), dim=-3)
 
     def keys(self, frames: Tensor) -> Tensor:
         """K of whole frames, `[..., page_size, head_dim]`: half of what `read` gives."""
@@ -121,11 +129,12 @@ class KVStore:
     def move(self, moves: Moves) -> None:
         """Copy tokens between frames; see `Moves`."""
         page = self.geometry.page_size
-        for span in self._spans(moves.lanes):
+        for span in self._spans(moves.counts):
             sources, targets = moves.sources[span], moves.targets[span]
-            for part in (self.frames, self.scales):
-                if part is not None:
-                    part[targets // page, :, targets % page] = part[sources // page, :, sources % page]
+            origin, source = sources // page, sources % page
+            frame, target = targets // page, targets % page
+            for rows in self._token_rows:
+                rows[frame, target] = rows[origin, source]
 
     def save(self, frames: IntArray, blocks: Sequence[BlockId]) -> tuple[Tensor, Tensor]:
         """What frames and whole blocks hold, in the host's memory."""
@@ -140,7 +149,8 @@ class KVStore:
     def poison(self) -> None:
         """Fill all but the null block with NaN, in scales too: tests run on a poisoned pool."""
         first = self.lanes
-        self.frames[first:].fill_(float("nan") if self.geometry.stored.is_floating_point else -128)
+        stored = self.geometry.stored
+        self.frames[first:].fill_(float("nan") if stored.is_floating_point else torch.iinfo(stored).min)
         if self.scales is not None:
             self.scales[first:].fill_(float("nan"))
 
@@ -151,17 +161,23 @@ class KVStore:
 
     def _part(self, frames: Tensor, part: int) -> Tensor:
         numbers = self.frames[frames, part]
-        return numbers if self.scales is None else dequantise(numbers, self.scales[frames, part])
+        if self.scales is None or self.geometry.quantised is None:
+            return numbers
+        return unpack(numbers, self.scales[frames, part], part, self.geometry.quantised)
 
     def _ids(self, numbers: IntArray | Sequence[int]) -> Tensor:
-        return torch.as_tensor(numbers, dtype=torch.int64, device=self.device)
+        return upload(np.asarray(numbers, dtype=np.int64), self.device)
 
-    def _spans(self, lanes: Tensor) -> list[slice]:
-        """Cut moves between lanes, so that what is in the air stays small. `lanes`: `[moves]`, ascending."""
+    def _spans(self, counts: IntArray) -> list[slice]:
+        """Cut moves between lanes, so that what is in the air stays small. `counts`: `[lanes]`."""
         g = self.geometry
-        pieces = -(-len(lanes) * (g.frame_bytes // g.page_size) // BYTES_IN_THE_AIR)
-        if pieces <= 1:
-            return [slice(0, len(lanes))] if len(lanes) else []
-        borders = torch.arange(1, pieces, device=lanes.device) * g.frames_per_block // pieces
-        cuts = [0, *torch.searchsorted(lanes, borders.to(lanes.dtype)).tolist(), len(lanes)]
+        ends = np.append(0, np.cumsum(counts))
+        pieces = max(1, -(-int(ends[-1]) * (g.frame_bytes // g.page_size) // BYTES_IN_THE_AIR))
+        cuts = ends[np.arange(pieces + 1) * len(counts) // pieces].tolist()
         return [slice(start, stop) for start, stop in pairwise(cuts) if start < stop]
+
+
+def _widest(*sizes: int) -> torch.dtype:
+    """The widest integer that fills all these bytes: the fewer words, the less it takes to copy them."""
+    words = (torch.int64, torch.int32, torch.int16)
+    return next((word for word in words if not any(size % word.itemsize for size in sizes)), torch.int8)

@@ -21,6 +21,7 @@ from torch import Tensor
 from kvikk.attention.cpu.work import plan_work
 from kvikk.attention.plan import IntArray, QueryRun, Schedule, plan_step
 from kvikk.errors import ConfigError
+from kvikk.geometry import INT4
 from kvikk.memory.storage import KVStore
 from kvikk.types import NULL_BLOCK, Numerics, Position
 
@@ -33,7 +34,7 @@ ALONE: Final = 1024
 """Query heads times slots up to which one thread is done before a second one has started."""
 
 _NUMBERS: Final = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_STORAGE: Final = {**_NUMBERS, torch.int8: "int8"}
+_STORAGE: Final = {**_NUMBERS, torch.int8: "int8", INT4: "int4"}
 _ALIGNMENT: Final = 64
 
 
@@ -76,7 +77,7 @@ def numba_layer() -> str:
 
 
 class CpuBackend:
-    """Compiled attention for a pool in CPU memory, in fp32, bf16 or fp16, or quantised to int8.
+    """Compiled attention for a pool in CPU memory, in fp32, bf16 or fp16, or quantised to int8 or int4.
 
     A row's result does not depend on the other rows of the step, on the number of threads, or on how a prompt was cut
     into runs of 2 and more positions, bit for bit. In `fast` numerics a run of one position uses another kernel than
@@ -95,10 +96,10 @@ class CpuBackend:
 
     def __init__(self, store: KVStore, *, threads: int | None = None, numerics: Numerics = "fast") -> None:
         g = store.geometry
-        if store.device.type != "cpu" or g.dtype not in _NUMBERS or g.stored not in _STORAGE:
+        if store.device.type != "cpu" or g.dtype not in _NUMBERS or (g.quantised or g.dtype) not in _STORAGE:
             raise CpuUnavailableError(
                 f"the pool is {g.format} on {store.device} for a model in {g.dtype}; the compiled backend takes models "
-                "in fp32, bf16 and fp16, and these or int8 in the pool, on cpu: use 'reference'"
+                "in fp32, bf16 and fp16, and these, int8 or int4 in the pool, on cpu: use 'reference'"
             )
         self.store = store
         self.threads = threads or torch.get_num_threads()
@@ -109,7 +110,7 @@ class CpuBackend:
         except ImportError as error:
             raise CpuUnavailableError(f"numba cannot be imported ({error})") from error
         self._kernels, self._layout = kernels, table
-        self._layer, self._body = kernels.compile_kernels(_NUMBERS[g.dtype], _STORAGE[g.stored])
+        self._layer, self._body = kernels.compile_kernels(_NUMBERS[g.dtype], _STORAGE[g.quantised or g.dtype])
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._layer.address)
         self._split_pages = max(1, SPLIT_SLOTS // g.page_size)
         self._buffers: dict[str, Tensor] = {}

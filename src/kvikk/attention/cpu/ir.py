@@ -35,7 +35,9 @@ class BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
 I1, I8, I16, I32, I64, F32 = *(ir.IntType(bits) for bits in (1, 8, 16, 32, 64)), ir.FloatType()
 VF = ir.VectorType(F32, LANES)
 VI = ir.VectorType(I32, LANES)
-ELEMENT: dict[Any, Any] = {types.uint16: BFloat(), types.int16: ir.HalfType(), types.float32: F32, types.int8: I8}
+ELEMENT: dict[Any, Any] = {
+    types.uint16: BFloat(), types.int16: ir.HalfType(), types.float32: F32, types.int8: I8, types.uint8: I8,
+}  # fmt: skip
 PAIRS = bool(get_host_cpu_features().get("avx512bf16", False))
 
 
@@ -198,6 +200,11 @@ def fadd(builder: Any, a: Any, b: Any) -> Any:
 def larger(builder: Any, a: Any, b: Any) -> Any:
     """Maximum, as a way to combine; `b` where a is NaN."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def smaller(builder: Any, a: Any, b: Any) -> Any:
+    """Minimum, as a way to combine; `b` where a is NaN."""
+    return builder.select(builder.fcmp_ordered("<", a, b), a, b)
 
 
 def across(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:

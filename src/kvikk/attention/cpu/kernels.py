@@ -18,6 +18,7 @@ import numpy as np
 from numba import cfunc, njit, types
 
 from kvikk.attention.cpu import table as t
+from kvikk.attention.cpu.nibbles import is_packed, store_packed
 from kvikk.attention.cpu.products import ROWS
 from kvikk.attention.cpu.split import attend_split, merge
 from kvikk.attention.cpu.table import OPTIONS
@@ -61,10 +62,14 @@ def _round_up(value: int, step: int) -> int:
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _store_row(mark: Any, kv: Any, frame: int, row: int, rows: int, source: int, dim: int) -> None:
+def _store_row(
+    mark: Any, kv: Any, frame: int, row: int, rows: int, source: int, dim: int, is_key: bool, spare: int
+) -> None:
     """Store one row of K or V in a frame of so many."""
     target = frame + row * dim * bytes_of(kv)
-    if is_quantised(kv):
+    if is_packed(kv):
+        store_packed(mark, frame, row, rows, source, dim, is_key, spare)
+    elif is_quantised(kv):
         set_f32(frame + rows * dim * bytes_of(kv), row, quantise_row(mark, target, source, dim))
     else:
         move(target, source, dim * bytes_of(kv))
@@ -79,12 +84,14 @@ def _store_kv(mark: Any, kv: Any, table: int, thread: int, team: int) -> None:
     v, v_token, v_head = get_i64(table, t.V), get_i64(table, t.V_TOKEN), get_i64(table, t.V_HEAD)
     tokens, slots = get_i64(table, t.WRITE_TOKENS), get_i64(table, t.WRITE_SLOTS)
     count = get_i64(table, t.WRITE_COUNT)
+    spare = get_i64(table, t.SCRATCH) + thread * get_i64(table, t.SCRATCH_BYTES)
     for i in range(count * thread // team, count * (thread + 1) // team):
         token, slot = get_i64(tokens, i), get_i64(slots, i)
         frame, at = pool + slot // page * block_bytes, slot % page
         for head in range(heads):
-            _store_row(mark, kv, frame, at, 2 * page, k + token * k_token + head * k_head, dim)
-            _store_row(mark, kv, frame, page + at, 2 * page, v + token * v_token + head * v_head, dim)
+            key, value = k + token * k_token + head * k_head, v + token * v_token + head * v_head
+            _store_row(mark, kv, frame, at, 2 * page, key, dim, True, spare)
+            _store_row(mark, kv, frame, page + at, 2 * page, value, dim, False, spare)
             frame += get_i64(table, t.FRAME_BYTES)
 
 
@@ -131,13 +138,14 @@ def compile_kernels(numbers: str, stored: str) -> tuple[Any, Any]:
 
     Args:
         numbers: 'bfloat16', 'float16' or 'float32': of Q, K, V and outputs.
-        stored: the same, or 'int8'.
+        stored: the same, or 'int8' or 'int4'.
 
     Returns:
         What the caller runs for each layer, and what it hands to the team.
     """
-    marks = {"bfloat16": np.uint16(0), "float16": np.int16(0), "float32": np.float32(0), "int8": np.int8(0)}
-    mark, kv, version = marks[numbers], marks[stored], _source_version()
+    marks = {"bfloat16": np.uint16(0), "float16": np.int16(0), "float32": np.float32(0)}
+    kinds = {**marks, "int8": np.int8(0), "int4": np.uint8(0)}
+    mark, kv, version = marks[numbers], kinds[stored], _source_version()
     return _compile(_layer(mark, kv, version)), _compile(_body(mark, kv, version))
 
 

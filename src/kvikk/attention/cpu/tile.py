@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit
 
 from kvikk.attention.cpu import table as t
+from kvikk.attention.cpu.nibbles import is_packed, load_packed, turned_query
 from kvikk.attention.cpu.products import (
     FLOOR,
     ROWS,
@@ -49,11 +50,18 @@ KEY_TILE = 128
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _numbers(mark: Any, kv: Any, stored: int, dim: int, wide: int, copy: int) -> int:
-    """Address of a stored row as the model's numbers: its own, or where it is quantised, of a copy that is exact."""
-    if not is_quantised(kv):
+def _numbers(mark: Any, kv: Any, frame: int, row: int, rows: int, dim: int, wide: int, copy: int) -> Any:
+    """Address of one row of a frame of so many as the model's numbers: its own, or where it is quantised, of a copy.
+
+    The copy is exact where a scale is left to be applied, and rounded in int4, scales included.
+    """
+    stored = frame + row * dim * bytes_of(kv)
+    if is_packed(kv):
+        load_packed(wide, frame, row, rows, dim)
+    elif is_quantised(kv):
+        widen_row(kv, wide, stored, dim)
+    else:
         return stored
-    widen_row(kv, wide, stored, dim)
     narrow_row(mark, copy, wide, dim, np.float32(1))
     return copy
 
@@ -63,15 +71,15 @@ def _pack_keys(
     mark: Any, kv: Any, table: int, run: int, head: int, first: int, slots: int, target: int, scales: int, spare: int
 ) -> None:
     """Turn a tile of keys on its side: word w of slot s goes to row w, column s; scales are gathered in a row."""
-    dim, size = get_i64(table, t.HEAD_DIM), bytes_of(mark)
+    dim, page, size = get_i64(table, t.HEAD_DIM), get_i64(table, t.PAGE), bytes_of(mark)
     row = dim * bytes_of(kv)
     frame = place = rest = np.int64(0)
     for s in range(slots):
         if rest == 0:
             frame, place, rest = slot_place(table, run, head, first + s)
         if is_quantised(kv):
-            move32(scales + s * 4, frame + 2 * get_i64(table, t.PAGE) * row + place * 4)
-        k = _numbers(mark, kv, frame + place * row, dim, spare, spare + (dim + 15) // 16 * 64)
+            move32(scales + s * 4, frame + 2 * page * row + place * 4)
+        k = _numbers(mark, kv, frame, place, 2 * page, dim, spare, spare + (dim + 15) // 16 * 64)
         if is_paired(mark):
             for w in range(dim // 2):
                 move32(target + (w * KEY_TILE + s) * 4, k + w * 4)
@@ -108,7 +116,7 @@ def _pack_values(
             frame, place, rest = slot_place(table, run, head, first + s)
         if is_quantised(kv):
             move32(scales + s * 4, frame + 2 * page * row + (page + place) * 4)
-        value = _numbers(mark, kv, frame + (page + place) * row, dim, spare, spare + (1 + s % 2) * row_bytes)
+        value = _numbers(mark, kv, frame, page + place, 2 * page, dim, spare, spare + (1 + s % 2) * row_bytes)
         if not is_paired(mark):
             widen_row(mark, target + s * row_bytes, value, dim)
         elif s % 2:
@@ -159,7 +167,12 @@ def attend_tile(mark: Any, kv: Any, table: int, scratch: int, item: int) -> None
     q = get_i64(table, t.Q) + token * get_i64(table, t.Q_TOKEN) + head * group * get_i64(table, t.Q_HEAD)
     for row in range(rows):
         source = q + row // group * get_i64(table, t.Q_TOKEN) + row % group * get_i64(table, t.Q_HEAD)
-        if is_paired(mark):
+        if is_packed(kv):
+            if is_paired(mark):
+                turned_query(mark, mark, queries + row * words * 4, source, dim, spare)
+            else:
+                turned_query(mark, np.float32(0), queries + row * words * 4, source, dim, spare)
+        elif is_paired(mark):
             move(queries + row * words * 4, source, dim * bytes_of(mark))
         else:
             for d in range(dim):

@@ -1,7 +1,8 @@
 """Vector primitives of the CPU kernels, called from numba code with raw addresses.
 
 Two things are decided when code is generated: what numbers are, from the type of a `mark` argument (`uint16` stands for
-bf16, `int16` for fp16, `float32` for fp32, `int8` for quantised ones, whose scale is the caller's), and whether
+bf16, `int16` for fp16, `float32` for fp32, `int8` for quantised ones, whose scale is the caller's, `uint8` for those
+of int4, two in a byte, which are the business of `nibbles`), and whether
 products are of bf16 pairs (one instruction for two products and a sum), which takes bf16 and a machine that has it.
 Everything else is a run-time argument. Addresses are int64, strides are in bytes. None of them checks anything.
 """
@@ -170,34 +171,35 @@ set_i64 = primitive(types.void, "ii", _set_i64, marked=False)
 # Rows of numbers.
 
 
-def _strips(builder: Any, count: Any) -> Any:
+def strips(builder: Any, count: Any) -> Any:
     """Vectors that hold an i64 count of lanes."""
     return builder.lshr(builder.add(count, v.I64(v.LANES - 1)), v.I64(4))
 
 
-def _tail_mask(builder: Any, count: Any, strip: Any) -> Any:
+def tail_mask(builder: Any, count: Any, strip: Any) -> Any:
+    """Which lanes of a strip are below an i64 count of lanes in all."""
     return v.lanes_below(builder, builder.sub(count, builder.shl(strip, v.I64(4))))
 
 
 def _widen_row(builder: Any, mark: Any, target: Any, source: Any, count: Any) -> None:
     """fp32 copy of `count` stored numbers, zero-padded to whole vectors."""
     element = v.ELEMENT[mark]
-    with for_range(builder, _strips(builder, count)) as loop:
+    with for_range(builder, strips(builder, count)) as loop:
         lane = builder.shl(loop.index, v.I64(4))
         at = builder.add(source, builder.mul(lane, v.I64(v.element_bytes(element))))
-        value = v.masked_load(builder, at, element, _tail_mask(builder, count, loop.index))
+        value = v.masked_load(builder, at, element, tail_mask(builder, count, loop.index))
         v.store(builder, v.widen(builder, value), builder.add(target, builder.shl(lane, v.I64(2))))
 
 
 def _narrow_row(builder: Any, mark: Any, target: Any, source: Any, count: Any, factor: Any) -> None:
     """Store `count` fp32 numbers times `factor` in the storage type, exactly that many."""
     element = v.ELEMENT[mark]
-    with for_range(builder, _strips(builder, count)) as loop:
+    with for_range(builder, strips(builder, count)) as loop:
         lane = builder.shl(loop.index, v.I64(4))
         value = v.load(builder, builder.add(source, builder.shl(lane, v.I64(2))), v.VF)
         value = v.narrow(builder, builder.fmul(value, v.splat(builder, factor)), element)
         at = builder.add(target, builder.mul(lane, v.I64(v.element_bytes(element))))
-        v.masked_store(builder, value, at, _tail_mask(builder, count, loop.index))
+        v.masked_store(builder, value, at, tail_mask(builder, count, loop.index))
 
 
 def _quantise_row(builder: Any, mark: Any, target: Any, source: Any, count: Any) -> Any:
@@ -208,13 +210,13 @@ def _quantise_row(builder: Any, mark: Any, target: Any, source: Any, count: Any)
 
     def strip(index: Any) -> tuple[Any, Any, Any]:
         lane = builder.shl(index, v.I64(4))
-        mask = _tail_mask(builder, count, index)
+        mask = tail_mask(builder, count, index)
         at = builder.add(source, builder.mul(lane, v.I64(v.element_bytes(element))))
         return lane, mask, v.widen(builder, v.masked_load(builder, at, element, mask))
 
     builder.store(v.full(0.0), top)
     builder.store(v.full(0.0), nothing)
-    with for_range(builder, _strips(builder, count)) as loop:
+    with for_range(builder, strips(builder, count)) as loop:
         _, _, value = strip(loop.index)
         magnitude = v.call(builder, "llvm.fabs.v16f32", v.VF, value)
         builder.store(v.larger(builder, magnitude, builder.load(top)), top)
@@ -224,7 +226,7 @@ def _quantise_row(builder: Any, mark: Any, target: Any, source: Any, count: Any)
     scale = builder.fadd(span, v.across(builder, builder.load(nothing), v.fadd))
     divisor = v.splat(builder, scale)
     is_scaled = builder.fcmp_ordered(">", divisor, v.full(0.0))  # neither 0 nor NaN
-    with for_range(builder, _strips(builder, count)) as loop:
+    with for_range(builder, strips(builder, count)) as loop:
         lane, mask, value = strip(loop.index)
         value = builder.select(is_scaled, builder.fdiv(value, divisor), v.full(0.0))
         for bound, beyond in ((largest, ">"), (-largest, "<")):  # the scale of tiny numbers is a coarse one
@@ -235,8 +237,8 @@ def _quantise_row(builder: Any, mark: Any, target: Any, source: Any, count: Any)
 
 def _scale_row(builder: Any, target: Any, factors: Any, count: Any) -> None:
     """target *= factors, `count` fp32 numbers, exactly that many."""
-    with for_range(builder, _strips(builder, count)) as loop:
-        offset, mask = builder.shl(loop.index, v.I64(6)), _tail_mask(builder, count, loop.index)
+    with for_range(builder, strips(builder, count)) as loop:
+        offset, mask = builder.shl(loop.index, v.I64(6)), tail_mask(builder, count, loop.index)
         at = builder.add(target, offset)
         factor = v.masked_load(builder, builder.add(factors, offset), v.F32, mask)
         v.masked_store(builder, builder.fmul(v.masked_load(builder, at, v.F32, mask), factor), at, mask)
@@ -244,7 +246,7 @@ def _scale_row(builder: Any, target: Any, factors: Any, count: Any) -> None:
 
 def _add_row(builder: Any, target: Any, source: Any, count: Any, factor: Any) -> None:
     """target += factor * source, fp32, whole vectors."""
-    with for_range(builder, _strips(builder, count)) as loop:
+    with for_range(builder, strips(builder, count)) as loop:
         offset = builder.shl(loop.index, v.I64(6))
         at = builder.add(target, offset)
         part = v.load(builder, builder.add(source, offset), v.VF)
@@ -254,19 +256,19 @@ def _add_row(builder: Any, target: Any, source: Any, count: Any, factor: Any) ->
 
 def _bias_row(builder: Any, target: Any, bias: Any, count: Any, scale: Any, log2e: Any) -> None:
     """target = scale * target + log2e * bias, `count` fp32 numbers (target is whole vectors)."""
-    with for_range(builder, _strips(builder, count)) as loop:
+    with for_range(builder, strips(builder, count)) as loop:
         offset = builder.shl(loop.index, v.I64(6))
         at = builder.add(target, offset)
-        added = v.masked_load(builder, builder.add(bias, offset), v.F32, _tail_mask(builder, count, loop.index))
+        added = v.masked_load(builder, builder.add(bias, offset), v.F32, tail_mask(builder, count, loop.index))
         scaled = builder.fmul(v.load(builder, at, v.VF), v.splat(builder, scale))
         v.store(builder, v.fma(builder, added, v.splat(builder, log2e), scaled), at)
 
 
 def _zip_rows(builder: Any, target: Any, first: Any, second: Any, count: Any) -> None:
     """Interleave two rows of `count` 16-bit numbers into pairs, zero-padded to whole vectors."""
-    with for_range(builder, _strips(builder, count)) as loop:
+    with for_range(builder, strips(builder, count)) as loop:
         lane = builder.shl(loop.index, v.I64(4))
-        mask = _tail_mask(builder, count, loop.index)
+        mask = tail_mask(builder, count, loop.index)
         halves = [
             builder.zext(v.masked_load(builder, builder.add(row, builder.shl(lane, v.I64(1))), v.I16, mask), v.VI)
             for row in (first, second)

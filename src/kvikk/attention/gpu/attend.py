@@ -15,8 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvikk.attention.gpu.nibbles import take_packed_tile, turned_half
 from kvikk.attention.gpu.planner import FIELDS, WorkList, body_arguments
 from kvikk.attention.gpu.rows import DecodeRows, RunRows
+from kvikk.attention.gpu.running import join_part, take_tile
+from kvikk.memory.int4 import turn_width
 from kvikk.memory.storage import KVStore
 from kvikk.models.gpu.launch import overlapping, wait_for_inputs
 
@@ -26,7 +29,7 @@ class Tile:
     """How one item is computed.
 
     Args:
-        rows: rows of the matrix products, a power of two from 16: queries times query heads of a KV head.
+        rows: of the matrix products, a power of two from 16, or 8 in int4: queries times query heads of a KV head.
         slots: KV slots taken at once, a multiple of the page size.
         warps: of a program.
         stages: tiles of KV in flight.
@@ -140,86 +143,54 @@ def attend_items(
         rows.seats if bias is None else bias.offsets,
         rows.seats if bias is None else bias.strides,
         q.stride(0), scale * LOG2E, geometry.frames_per_block, geometry.first_frame[layer],
-        Q_HEADS=q.shape[1], GROUP=group, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        PAGE=page, FRAME=geometry.frame_bytes // geometry.stored.itemsize, QUANTISED=store.scales is not None,
+        Q_HEADS=q.shape[1], GROUP=group, HEAD_DIM=head_dim, WIDTH=geometry.row_elements,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK=max(16, triton.next_power_of_2(geometry.row_elements)),
+        PAGE=page, FRAME=geometry.frame_bytes // geometry.stored.itemsize, SCALES=geometry.row_scales,
+        TURN=turn_width(head_dim),
         ROWS=tile.rows, SLOTS=tile.slots, USED=partials.sums.shape[1], RECORD=FIELDS,
         PART=tile.part, ONE_LOOP=isinstance(rows, DecodeRows) or rows.bodies is not None or bias is not None,
         RAGGED=rows.bodies is not None,
         HAS_BIAS=bias is not None, HAS_LSE=lse is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-         **overlapping(q.device),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", PAIRED=q.is_cuda,
+        **overlapping(q.device),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
 @triton.jit
-def join_part(sums, largest, weight_sum, part_sums, part_largest, part_weight, IS_TILE: tl.constexpr):
-    """Add a part to a running softmax, in operations that no compiler contracts otherwise somewhere else."""
-    new_largest = tl.maximum(largest, part_largest)
-    origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    old, new = tl.exp2(largest - origin), tl.exp2(part_largest - origin)
-    weight_sum = tl.fma(part_weight, new, weight_sum * old)
-    if IS_TILE:
-        sums = tl.fma(part_sums, tl.broadcast_to(new[:, None], part_sums.shape), sums * old[:, None])
+def _no_sums(ROWS: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr):
+    """Sums of nothing; the second ones matter in int4 alone, where both lie on their side."""
+    if SCALES == 2:
+        sums = tl.zeros((BLOCK, ROWS), dtype=tl.float32)
+        high_sums = tl.zeros((BLOCK, ROWS), dtype=tl.float32)
     else:
-        sums = tl.fma(part_sums, tl.full(part_sums.shape, 1.0, dtype=tl.float32) * new, sums * old)
-    return sums, new_largest, weight_sum
+        sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        high_sums = tl.zeros((1, 1), dtype=tl.float32)
+    return sums, high_sums
 
 
 @triton.jit
 def _step(
-    q, sums, largest, weight_sum, base, end, limit, body, padded_body,
+    q, high_q, sums, high_sums, largest, weight_sum, base, end, limit, body, padded_body,
     pool, scales, table, body_run, bias, bias_end, scale_log2, frames_per_block, lane,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, FRAME: tl.constexpr,
-    QUANTISED: tl.constexpr, SLOTS: tl.constexpr,
-    MASKED: tl.constexpr, RAGGED: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, FRAME: tl.constexpr, SCALES: tl.constexpr,
+    SLOTS: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """Take one tile of slots into the running softmax.
-
-    Quantised K and V are exact in q's dtype; their scales are taken into logits and weights.
-    """
-    slot = base + tl.arange(0, SLOTS)
-    number = tl.arange(0, BLOCK_D)
-    is_live = slot < end
-    if RAGGED:
-        is_body = slot < padded_body
-        in_body = tl.load(body_run + slot // PAGE, mask=is_body & is_live, other=0)
-        block = tl.load(table + (slot - padded_body) // PAGE, mask=is_live & (slot >= padded_body), other=0)
-        frame = tl.where(is_body, in_body.to(tl.int64), block.to(tl.int64) * frames_per_block + lane)
-        is_live = is_live & ((slot < body) | (slot >= padded_body))
+    """Take one tile of slots into the running softmax."""
+    if SCALES == 2:
+        sums, high_sums, largest, weight_sum = take_packed_tile(
+            q, high_q, sums, high_sums, largest, weight_sum, base, end, limit, body, padded_body,
+            pool, scales, table, body_run, bias, bias_end, scale_log2, frames_per_block, lane,
+            WIDTH, BLOCK, PAGE, FRAME, SLOTS, MASKED, RAGGED, HAS_BIAS, PRECISION, PAIRED,
+        )  # fmt: skip
     else:
-        block = tl.load(table + slot // PAGE, mask=is_live, other=0)
-        frame = block.to(tl.int64) * frames_per_block + lane
-    at = frame * FRAME + slot % PAGE * HEAD_DIM
-    if BLOCK_D == HEAD_DIM:
-        keys = tl.load(pool + at[None, :] + number[:, None])
-    else:
-        keys = tl.load(pool + at[None, :] + number[:, None], mask=(number < HEAD_DIM)[:, None], other=0.0)
-    if QUANTISED:
-        scale_at = scales + frame * (FRAME * pool.dtype.element_ty.primitive_bitwidth // 32) + slot % PAGE
-        key_scales = tl.load(scale_at) * scale_log2
-        logits = tl.dot(q, keys.to(q.dtype), input_precision=PRECISION) * key_scales[None, :]
-    else:
-        logits = tl.dot(q, keys, input_precision=PRECISION) * scale_log2
-    if HAS_BIAS:
-        logits += tl.load(bias + slot, mask=slot < bias_end, other=0.0)[None, :] * 1.4426950408889634
-    if MASKED:
-        logits = tl.where(is_live[None, :] & (slot[None, :] <= limit[:, None]), logits, float("-inf"))
-    new_largest = tl.maximum(largest, tl.max(logits, axis=1))
-    origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    weights = tl.exp2(logits - origin[:, None])
-    shrink = tl.exp2(largest - origin)
-    if BLOCK_D == HEAD_DIM:  # what is not live may be NaN
-        values = tl.load(pool + PAGE * HEAD_DIM + at[:, None] + number[None, :], mask=is_live[:, None], other=0.0)
-    else:
-        real = is_live[:, None] & (number < HEAD_DIM)[None, :]
-        values = tl.load(pool + PAGE * HEAD_DIM + at[:, None] + number[None, :], mask=real, other=0.0)
-    weight_sum = weight_sum * shrink + tl.sum(weights, axis=1)
-    if QUANTISED:
-        weights *= tl.load(scale_at + PAGE, mask=is_live, other=0.0)[None, :]
-        values = values.to(q.dtype)
-    sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision=PRECISION)
-    return sums, new_largest, weight_sum
+        sums, largest, weight_sum = take_tile(
+            q, sums, largest, weight_sum, base, end, limit, body, padded_body,
+            pool, scales, table, body_run, bias, bias_end, scale_log2, frames_per_block, lane,
+            WIDTH, BLOCK, PAGE, FRAME, SCALES, SLOTS, MASKED, RAGGED, HAS_BIAS, PRECISION,
+        )  # fmt: skip
+    return sums, high_sums, largest, weight_sum
 
 
 @triton.jit
@@ -227,10 +198,11 @@ def _attend(
     q, out, lse, partial_sums, partial_states, pool, scales, items, counts,
     tables, table_stride, body_frames, body_offsets, body_stride, bias, bias_offsets, bias_strides,
     q_stride, scale_log2, frames_per_block, first_frame,
-    Q_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    FRAME: tl.constexpr, QUANTISED: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, USED: tl.constexpr,
+    Q_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr, FRAME: tl.constexpr, SCALES: tl.constexpr, TURN: tl.constexpr,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, USED: tl.constexpr,
     RECORD: tl.constexpr, PART: tl.constexpr, ONE_LOOP: tl.constexpr, RAGGED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, PRECISION: tl.constexpr, PAIRED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)
     number = tl.arange(0, BLOCK_D)
@@ -265,53 +237,72 @@ def _attend(
         q_head = head * GROUP + row % GROUP
         real = is_query[:, None] & (number < HEAD_DIM)[None, :]
         tile = tl.load(q + (at * q_stride + q_head * HEAD_DIM)[:, None] + number[None, :], mask=real, other=0.0)
+        high = tile
+        if SCALES == 2:
+            whole = tl.trans(tile)
+            tile = turned_half(whole, 0, HEAD_DIM, BLOCK_D, BLOCK, TURN, PRECISION)
+            high = turned_half(whole, HEAD_DIM // 2, HEAD_DIM, BLOCK_D, BLOCK, TURN, PRECISION)
         limit = padded_body + position + row // GROUP  # the last slot that each row sees
 
-        sums = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
+        sums, high_sums = _no_sums(ROWS, BLOCK, SCALES)
         largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
         weight_sum = tl.zeros((ROWS,), dtype=tl.float32)
         table = tables + seat * table_stride
         if PART > 0:
             for part in range(begin, end, PART):
-                part_sums = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
+                part_sums, part_high = _no_sums(ROWS, BLOCK, SCALES)
                 part_largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
                 part_weight = tl.zeros((ROWS,), dtype=tl.float32)
                 for base in range(part, tl.minimum(part + PART, end), SLOTS):
-                    part_sums, part_largest, part_weight = _step(
-                        tile, part_sums, part_largest, part_weight, base, end, limit, body, padded_body,
-                        pool, scales, table, body_run, row_bias, bias_end, scale_log2, frames_per_block, lane,
-                        HEAD_DIM, BLOCK_D, PAGE, FRAME, QUANTISED, SLOTS, True, RAGGED, HAS_BIAS, PRECISION,
+                    part_sums, part_high, part_largest, part_weight = _step(
+                        tile, high, part_sums, part_high, part_largest, part_weight, base, end, limit, body,
+                        padded_body, pool, scales, table, body_run, row_bias, bias_end, scale_log2, frames_per_block,
+                        lane,
+                        WIDTH, BLOCK, PAGE, FRAME, SCALES, SLOTS, True, RAGGED, HAS_BIAS, PRECISION, PAIRED,
                     )  # fmt: skip
+                axis: tl.constexpr = 0 if SCALES == 2 else 1
+                if SCALES == 2:
+                    high_sums, _, _ = join_part(
+                        high_sums, largest, weight_sum, part_high, part_largest, part_weight, axis
+                    )
                 sums, largest, weight_sum = join_part(
-                    sums, largest, weight_sum, part_sums, part_largest, part_weight, True
+                    sums, largest, weight_sum, part_sums, part_largest, part_weight, axis
                 )
         else:
             masked_from = begin
             if not ONE_LOOP:  # whole tiles before the first query need no mask
                 masked_from = tl.maximum(begin, tl.minimum(end, position + 1) // SLOTS * SLOTS)
                 for base in range(begin, masked_from, SLOTS):
-                    sums, largest, weight_sum = _step(
-                        tile, sums, largest, weight_sum, base, end, limit, body, padded_body,
+                    sums, high_sums, largest, weight_sum = _step(
+                        tile, high, sums, high_sums, largest, weight_sum, base, end, limit, body, padded_body,
                         pool, scales, table, body_run, row_bias, bias_end, scale_log2, frames_per_block, lane,
-                        HEAD_DIM, BLOCK_D, PAGE, FRAME, QUANTISED, SLOTS, False, RAGGED, HAS_BIAS, PRECISION,
+                        WIDTH, BLOCK, PAGE, FRAME, SCALES, SLOTS, False, RAGGED, HAS_BIAS, PRECISION, PAIRED,
                     )  # fmt: skip
             for base in range(masked_from, end, SLOTS):
-                sums, largest, weight_sum = _step(
-                    tile, sums, largest, weight_sum, base, end, limit, body, padded_body,
+                sums, high_sums, largest, weight_sum = _step(
+                    tile, high, sums, high_sums, largest, weight_sum, base, end, limit, body, padded_body,
                     pool, scales, table, body_run, row_bias, bias_end, scale_log2, frames_per_block, lane,
-                    HEAD_DIM, BLOCK_D, PAGE, FRAME, QUANTISED, SLOTS, True, RAGGED, HAS_BIAS, PRECISION,
+                    WIDTH, BLOCK, PAGE, FRAME, SCALES, SLOTS, True, RAGGED, HAS_BIAS, PRECISION, PAIRED,
                 )  # fmt: skip
 
+        if SCALES == 2:
+            sums, high_sums = tl.trans(sums), tl.trans(high_sums)
+        column = tl.arange(0, BLOCK)
+        stored = is_query[:, None] & (column < WIDTH)[None, :]
         if splits == 1:
             divisor = tl.where(weight_sum == 0.0, 1.0, weight_sum)
-            share = sums / divisor[:, None]
-            target = out + ((at * Q_HEADS + q_head) * HEAD_DIM)[:, None] + number[None, :]
-            tl.store(target, share.to(out.dtype.element_ty), mask=real)
+            target = out + ((at * Q_HEADS + q_head) * HEAD_DIM)[:, None] + column[None, :]
+            tl.store(target, (sums / divisor[:, None]).to(out.dtype.element_ty), mask=stored)
+            if SCALES == 2:
+                tl.store(target + WIDTH, (high_sums / divisor[:, None]).to(out.dtype.element_ty), mask=stored)
             if HAS_LSE:
                 total = (largest + tl.log2(divisor)) * 0.6931471805599453
                 tl.store(lse + at * Q_HEADS + q_head, total, mask=is_query)
         else:
             slot_row = tl.load(item + 11).to(tl.int64) * USED + row
-            tl.store(partial_sums + slot_row[:, None] * HEAD_DIM + number[None, :], sums, mask=real)
+            part_sums_at = partial_sums + slot_row[:, None] * HEAD_DIM + column[None, :]
+            tl.store(part_sums_at, sums, mask=stored)
+            if SCALES == 2:
+                tl.store(part_sums_at + WIDTH, high_sums, mask=stored)
             tl.store(partial_states + slot_row * 2, largest, mask=is_query)
             tl.store(partial_states + slot_row * 2 + 1, weight_sum, mask=is_query)

@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvikk.attention.gpu.attend import Partials, Tile, join_part
+from kvikk.attention.gpu.attend import Partials, Tile
 from kvikk.attention.gpu.planner import MERGE_FIELDS, WorkList
+from kvikk.attention.gpu.running import join_part
 from kvikk.models.gpu.launch import overlapping, wait_for_inputs
 
 ROWS_AT_ONCE = 8
@@ -78,7 +79,7 @@ def _merge(
                     width = tl.where(is_part & (part_weight > 0.0), HEAD_DIM, 0)  # what is left out may be NaN
                     part = tl.load(sources + at * HEAD_DIM + number, mask=number < width, other=0.0)
                     sums, largest, weight_sum = join_part(
-                        sums, largest, weight_sum, part, part_largest, part_weight, False
+                        sums, largest, weight_sum, part, part_largest, part_weight, -1
                     )
         else:
             part = tl.arange(0, PARTS)

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvikk.attention.gpu.rounding import halves, over_scales, turn_rows
+from kvikk.memory.int4 import turn_width
 from kvikk.memory.quantise import LARGEST
 from kvikk.memory.storage import KVStore
 from kvikk.models.gpu.launch import overlapping, wait_for_inputs
@@ -58,8 +60,8 @@ def store_heads(
         0.0 if norm is None else norm.eps,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
         ROTARY=0 if rope is None else rope.shape[2], PAGE=geometry.page_size, HEADS=HEADS_AT_ONCE,
-        FRAME=geometry.frame_bytes // geometry.stored.itemsize,
-        LARGEST=0.0 if geometry.quantised is None else LARGEST[geometry.stored],
+        FRAME=geometry.frame_bytes // geometry.stored.itemsize, WIDTH=geometry.row_elements,
+        SCALES=geometry.row_scales, LARGEST=LARGEST.get(geometry.stored, 0.0), TURN=turn_width(head_dim),
         HAS_NORM=norm is not None, WIDE=norm is not None and norm.wide, num_warps=4,
         **overlapping(heads.device),
     )  # fmt: skip
@@ -73,21 +75,12 @@ def _normed(x, scale, weight, dtype, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _over_scales(x, LARGEST: tl.constexpr):
-    """Rows over their scales, and these, bit for bit as in `memory.quantise`; rounding them is left to the caller."""
-    odd = tl.sum(tl.where(tl.abs(x) < float("inf"), 0, 1), axis=1)
-    scale = tl.where(odd > 0, float("nan"), tl.max(tl.abs(x), axis=1) * (1.0 / LARGEST))
-    divisor = tl.where(scale > 0, scale, 1.0)[:, None]
-    ratio = tl.where((scale > 0)[:, None], tl.div_rn(x, tl.broadcast_to(divisor, x.shape)), 0.0)
-    return tl.minimum(tl.maximum(ratio, -LARGEST), LARGEST), scale
-
-
-@triton.jit
 def _store(
     heads, stride, slots, q_out, pool, scales, frames_per_block, first_frame, rope, positions, q_weight, k_weight, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     ROTARY: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, WIDE: tl.constexpr,
-    FRAME: tl.constexpr, LARGEST: tl.constexpr, OVERLAP: tl.constexpr,
+    FRAME: tl.constexpr, WIDTH: tl.constexpr, SCALES: tl.constexpr, LARGEST: tl.constexpr, TURN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -129,15 +122,23 @@ def _store(
     lane = head - Q_HEADS - tl.where(is_value, KV_HEADS, 0)
     frame = slot // PAGE * frames_per_block + first_frame + lane
     row = tl.where(is_value, PAGE, 0) + slot % PAGE
-    target = pool + (frame * FRAME + row * HEAD_DIM)[:, None] + number[None, :]
-    stored = real & (tl.where(slot < 0, -1, head) >= Q_HEADS)[:, None]
-    if LARGEST > 0:
-        numbers, row_scale = _over_scales(result.to(tl.float32), LARGEST)
+    target = pool + (frame * FRAME + row * WIDTH)[:, None] + number[None, :]
+    is_stored = (tl.where(slot < 0, -1, head) >= Q_HEADS) & (head < Q_HEADS + 2 * KV_HEADS)
+    stored = is_stored[:, None] & (number < WIDTH)[None, :]
+    if SCALES > 0:
+        scale_at = scales + frame * (FRAME * pool.dtype.element_ty.primitive_bitwidth // 32) + row * SCALES
+    if SCALES == 2:
+        wide = result.to(tl.float32)
+        wide = tl.where(is_value[:, None], wide, turn_rows(wide, HEADS, BLOCK_D, TURN))
+        numbers, low_scale, high_scale = halves(wide, HEADS, HEAD_DIM, BLOCK_D)
+        tl.store(target, numbers, mask=stored)
+        tl.store(scale_at, low_scale, mask=is_stored)
+        tl.store(scale_at + 1, high_scale, mask=is_stored)
+    elif SCALES == 1:
+        numbers, row_scale = over_scales(result.to(tl.float32), LARGEST)
         if pool.dtype.element_ty == tl.int8:
             numbers = (numbers + 12582912.0) - 12582912.0  # adding 1.5 * 2 ** 23 rounds, halves to even
         tl.store(target, numbers.to(pool.dtype.element_ty), mask=stored)
-        at = frame * (FRAME * pool.dtype.element_ty.primitive_bitwidth // 32) + row
-        is_stored = (tl.where(slot < 0, -1, head) >= Q_HEADS) & (head < Q_HEADS + 2 * KV_HEADS)
-        tl.store(scales + at, row_scale, mask=is_stored)
+        tl.store(scale_at, row_scale, mask=is_stored)
     else:
         tl.store(target, result.to(pool.dtype.element_ty), mask=stored)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -9,12 +11,15 @@ from kvikk.attention.gpu.attend import Bias, Partials, Tile, attend_items
 from kvikk.attention.gpu.merge import merge_items
 from kvikk.attention.gpu.planner import Chunking, WorkList, plan_items
 from kvikk.attention.gpu.rows import DecodeRows, RunRows
+from kvikk.geometry import INT4
 from kvikk.memory.storage import KVStore
 from kvikk.types import Numerics
 
 EXACT_ROWS = 64
 EXACT_PART = 512
 """Tile and parts of exact numerics: the same for every query, however it is computed."""
+SHORT_ROWS = (16, 32)
+"""Rows of the tiles for runs that are computed as single queries are."""
 LONG_RUNS = 256
 """Tokens of a step from which on larger tiles pay."""
 PROCESSORS = 132
@@ -135,7 +140,7 @@ class WorkListDecode(WorkListAttention):
             chunking=Chunking(
                 tile_queries=1,
                 tile_slots=tile.slots,
-                residents=PROCESSORS * (5 if geometry.head_dim * geometry.dtype.itemsize <= 128 else 3),
+                residents=decode_residents(store),
                 part=tile.part,
             ),
             ragged=ragged,
@@ -152,6 +157,8 @@ class WorkListRuns(WorkListAttention):
         runs: the most runs of a step.
         tokens: the most queries of a step.
         max_slots: the most slots of a row.
+        short: queries of the longest run, where all are so short that reading KV is most of the work: they are
+            computed as single queries are; 0: they are not.
         ragged: whether rows may have bodies.
         numerics: as of `WorkListDecode`.
         shared: as of `WorkListAttention`.
@@ -165,14 +172,24 @@ class WorkListRuns(WorkListAttention):
         runs: int,
         tokens: int,
         max_slots: int,
+        short: int = 0,
         ragged: bool = False,
         numerics: Numerics = "fast",
         shared: list[Partials] | None = None,
     ) -> None:
         group = q_heads // max(store.geometry.kv_heads)
-        tile = exact_tile(group, store) if numerics == "exact" else run_tile(group, store, tokens)
+        tile = run_tile(group, store, tokens)
+        if numerics == "exact":
+            tile = exact_tile(group, store)
+        elif 0 < short * group <= SHORT_ROWS[-1]:
+            tile = short_tile(group, store, short)
+        is_short = tile.rows <= SHORT_ROWS[-1]
         chunking = Chunking(
-            tile_queries=tile.queries(group), tile_slots=tile.slots, residents=2 * PROCESSORS, waves=2, part=tile.part
+            tile_queries=tile.queries(group),
+            tile_slots=tile.slots,
+            residents=decode_residents(store) if is_short else 2 * PROCESSORS,
+            waves=5 if is_short else 2,
+            part=tile.part,
         )
         super().__init__(
             store, q_heads,
@@ -182,11 +199,40 @@ class WorkListRuns(WorkListAttention):
 
 
 def decode_tile(group: int, store: KVStore) -> Tile:
-    """For single queries: as few rows as the matrix units take, as many slots as fit on chip three times."""
+    """For single queries: as few rows as the matrix units take, as many slots as fit on chip three times.
+
+    In int4 half as many slots by half as many warps: quicker in heads of 64, and no slower in heads of 128.
+    """
     slots = 128 * 2 // store.geometry.dtype.itemsize
     if store.geometry.head_dim > 128:
         slots //= 2
+    if store.geometry.quantised is INT4:
+        return Tile(rows=_rows(8, group), slots=max(32, slots // 2), warps=2, stages=3)
     return Tile(rows=_rows(16, group), slots=slots, warps=4, stages=3)
+
+
+def short_tile(group: int, store: KVStore, queries: int) -> Tile:
+    """For runs of few queries: that of single queries, with so many more rows."""
+    tile = decode_tile(group, store)
+    return replace(tile, rows=_rows(tile.rows, queries * group))
+
+
+def short_run_sizes(group: int) -> list[int]:
+    """Queries of the longest run of each tile that is meant for short runs, ascending."""
+    return [rows // group for rows in SHORT_ROWS if rows // group > 1]
+
+
+def short_run_queries(group: int, longest: int) -> int:
+    """The first of `short_run_sizes` that holds runs of `longest` queries; 0: they are too long."""
+    return next((size for size in short_run_sizes(group) if size >= longest), 0)
+
+
+def decode_residents(store: KVStore) -> int:
+    """Programs with such tiles that run at once."""
+    geometry = store.geometry
+    if geometry.quantised is INT4:
+        return PROCESSORS * 6
+    return PROCESSORS * (5 if geometry.head_dim * geometry.dtype.itemsize <= 128 else 3)
 
 
 def run_tile(group: int, store: KVStore, tokens: int) -> Tile:
