@@ -17,6 +17,7 @@ from kvikk.bench.step import BenchStepConfig, NotMeasured, bench_step, floor_byt
 from kvikk.cli import main
 from kvikk.configuration import build
 from kvikk.engine import Engine
+from kvikk.errors import ConfigError
 from kvikk.models import toy_model
 from kvikk.models.shapes import SHAPES
 
@@ -205,3 +206,11 @@ def test_results_are_written_as_flat_rows(tmp_path: Path, capsys: pytest.Capture
     assert {"model", "rows", "context", "step_ms", "floor_ms", "ratio", "host_ms"} <= made["rows"][0].keys()
     assert {"device", "versions", "commit"} <= made["header"].keys()
     assert json.loads(churn_file.read_text())["rows"][-1]["kind"] == "all"
+
+
+def test_a_length_beyond_the_shapes_positions_is_refused_before_weights_are_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(random_engine, "shaped_model", None)
+    with pytest.raises(ConfigError, match="--max-model-len 9,216 is more than the model's 8,192 positions"):
+        bench_step(build(BenchStepConfig, {"at": "1x64", "floor_tb_per_s": 1.0, **ENGINE, "max_model_len": 9216}))

@@ -101,3 +101,18 @@ def test_it_is_what_a_slot_by_slot_computation_keeps(data: st.DataObject) -> Non
     mask = keep_mask(scores, slots, count, slots.protected(sinks=sinks, window=window))
     found = [set(row.nonzero().flatten().tolist()) for row in mask]
     assert found == reference(scores, slots, count, sinks, window)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 30), st.floats(0, 1))
+def test_slots_that_lie_in_order_need_no_sorting_to_be_found_in_the_order_of_the_text(
+    seed: int, columns: int, share: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    live = torch.rand((3, columns), generator=generator) < share
+    positions = torch.where(live, torch.arange(columns) * 2, torch.randint(0, 99, live.shape, generator=generator))
+    sorted_, known = (
+        LayerSlots(positions=positions, live=live, length=2 * columns, in_order=in_order).order
+        for in_order in (False, True)
+    )
+    assert torch.equal(sorted_, known)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ import torch
 from engine.fake_grammar import FakeCompiler
 from engine.test_toy_model import EVERYTHING
 from kvikk.attention import attention_backend
+from kvikk.compress import Rotary
 from kvikk.engine import Engine, EngineConfig, EngineLimits, SamplingParams
+from kvikk.engine.compressor import PolicyCompressor
 from kvikk.engine.runner import ModelRunner
 from kvikk.memory import KVStore, MemoryConfig, pool_blocks
 from kvikk.models import toy_model
@@ -19,19 +23,24 @@ from kvikk.prefix import KeySpace
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def texts(device: torch.device, jobs: list[tuple[list[int], SamplingParams]]) -> list[list[list[int]]]:
+def engine_on(device: torch.device) -> Engine:
     model = toy_model(device=device)
     store = KVStore(model.spec.geometry(16), 101, device)
     store.poison()
-    engine = Engine(
+    return Engine(
         EngineConfig(),
         EngineLimits(max_model_len=500, vocabulary=256),
         KeySpace(model="toy", rope="", kv_format="f32", page_size=16, numerics="fast"),
         100,
         ModelRunner(model, store, attention_backend("auto", store)),
         store,
+        compressor=PolicyCompressor(store, Rotary(inv_freq=model.inv_freq)),
         grammars=FakeCompiler(256, frozenset()),  # type: ignore[arg-type]
     )
+
+
+def texts(device: torch.device, jobs: list[tuple[list[int], SamplingParams]]) -> list[list[list[int]]]:
+    engine = engine_on(device)
     for _ in range(2):  # cold, then over the prefix cache
         requests = [engine.add(prompt, params) for prompt, params in jobs]
         while engine.has_work:
@@ -58,3 +67,28 @@ def test_gpu_memory_utilization_is_of_the_whole_device() -> None:
     free, total = torch.cuda.mem_get_info(device)
     blocks = pool_blocks(MemoryConfig(gpu_memory_utilization=0.5), geometry, device)
     assert abs(blocks * geometry.block_bytes - (total * 0.5 - (total - free))) < 2**28
+
+
+@pytest.mark.parametrize("policy", ["streaming", "snapkv", "knorm", "h2o"])
+def test_the_host_waits_for_the_device_twice_in_a_compaction(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For how many tokens each lane keeps, and for how many of them move."""
+    engine = engine_on(torch.device("cuda"))
+    compact, waits = engine.kv.compact, []
+
+    def watched(*arguments: Any) -> bool:
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                return compact(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            waits.append(sum("synchronizing" in str(warning.message) for warning in found))
+
+    monkeypatch.setattr(engine.kv, "compact", watched)
+    kv_cache = {"policy": policy, "budget": 0.5, "trigger": "every:16", "sinks": 2, "window": 16}
+    engine.add(range(1, 200), SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, kv_cache=kv_cache))
+    while engine.has_work:
+        engine.step()
+    assert engine.kv.counters.compactions == len(waits) == 4
+    assert waits[1:] == [2, 2, 2]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from kvikk.bench.texts import documents
 from kvikk.errors import ConfigError, PolicyFailed
 from kvikk.eval.fidelity import UNMEASURED, Distance, Fidelity, kl_divergence
 from kvikk.eval.grid import FULL_CELL, Cell, GridConfig
 from kvikk.eval.subject import Exam, Subject
 from kvikk.eval.suite import NOTHING_EVICTED
-from kvikk.eval.texts import documents
 
 LENGTH, FORCED = 400, 20 + UNMEASURED
 SMALL = {"sinks": 2, "window": 16}

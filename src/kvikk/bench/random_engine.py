@@ -10,6 +10,7 @@ import torch
 from kvikk.engine import Capacity, Engine, EngineConfig, build_engine
 from kvikk.models import LoadedModel
 from kvikk.models.shapes import named_shape, shaped_model
+from kvikk.models.support import check_length
 
 DEFAULT_SHAPE: Final = "llama-3.1-8b"
 
@@ -32,12 +33,20 @@ def dtype_of(config: EngineConfig) -> torch.dtype:
 
 
 def random_engine(config: EngineConfig) -> tuple[Engine, Capacity]:
-    """An engine that knows token ids only: it has no tokenizer, and its texts never end by themselves.
+    """An engine on such a model; see `load_random` and `build_engine`."""
+    return build_engine(load_random(config), config)
+
+
+def load_random(config: EngineConfig) -> LoadedModel:
+    """A model that knows token ids only: it has no tokenizer, and its texts never end by themselves.
 
     Raises:
         ConfigError: `--model` is no named shape, or an option cannot be honoured.
     """
     name = shape_name(config)
+    positions = named_shape(name).max_positions
+    max_model_len = config.model.max_model_len or positions
+    check_length(max_model_len, positions)
     model = shaped_model(
         name,
         seed=config.seed,
@@ -45,11 +54,10 @@ def random_engine(config: EngineConfig) -> tuple[Engine, Capacity]:
         device=config.model.torch_device(),
         numerics=config.numerics,
     )
-    loaded = LoadedModel(
+    return LoadedModel(
         model=model,
         tokenizer=None,
-        max_model_len=config.model.max_model_len or model.spec.max_positions,
+        max_model_len=max_model_len,
         generation_defaults={},
         folder=Path(),
     )
-    return build_engine(loaded, config)

@@ -73,13 +73,22 @@ class StepConfig:
     @property
     def points(self) -> list[tuple[int, int]]:
         """`at`, as (rows, context)."""
-        found = []
-        for part in self.at.split(","):
-            match = re.fullmatch(r"\s*([1-9]\d*)x([1-9]\d*)\s*", part)
-            if match is None:
-                raise ConfigError(f"--at {part!r} is not rows x context: write 8x8192")
-            found.append((int(match[1]), int(match[2])))
-        return found
+        return parse_points(self.at)
+
+
+def parse_points(text: str) -> list[tuple[int, int]]:
+    """`8x8192,64x2048` as (rows, context).
+
+    Raises:
+        ConfigError: it is written otherwise.
+    """
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([1-9]\d*)x([1-9]\d*)\s*", part)
+        if match is None:
+            raise ConfigError(f"--at {part!r} is not rows x context: write 8x8192")
+        found.append((int(match[1]), int(match[2])))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

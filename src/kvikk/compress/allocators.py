@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from math import floor, inf
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvikk.compress.options import check_between
 from kvikk.compress.select import ranking
 from kvikk.compress.slots import LayerSlots
+from kvikk.memory import upload
 
 
 class Allocator(Protocol):
@@ -117,7 +119,7 @@ def over_lanes(numbers: Sequence[int], like: Tensor) -> Tensor:
     """A number of each layer, said of each of its lanes: `[lanes]` int64, on the device of `[lanes, ...]`."""
     if len(set(numbers)) == 1:  # nothing to copy to the device
         return torch.full((len(like),), numbers[0], device=like.device)
-    return torch.tensor(numbers, device=like.device).repeat_interleave(len(like) // len(numbers))
+    return upload(np.repeat(numbers, len(like) // len(numbers)), like.device)
 
 
 def _rounded(exact: list[float], total: int) -> list[int]:

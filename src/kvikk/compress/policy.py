@@ -82,6 +82,11 @@ def score_layer(name: str, policy: Policy, view: LayerView) -> Tensor:
     return scores.float()
 
 
+def count_unscored(scores: Tensor, live: Tensor) -> Tensor:
+    """How many live slots have NaN or +inf: a number that stays on the device. See `check_scores`."""
+    return (live & ~(scores < torch.inf)).sum()
+
+
 def check_scores(name: str, scores: Tensor, live: Tensor) -> None:
     """Look for scores that say nothing.
 
@@ -93,9 +98,8 @@ def check_scores(name: str, scores: Tensor, live: Tensor) -> None:
     Raises:
         PolicyFailed: a live slot has NaN or +inf.
     """
-    bad = live & ~(scores < torch.inf)
-    if bool(bad.any()):
-        count = int(bad.sum())
+    count = int(count_unscored(scores, live))
+    if count:
         raise PolicyFailed(
             f"policy {name!r}: {count} of {int(live.sum())} live slots were scored NaN or +inf: scores are finite or "
             "-inf; do dead slots, which may hold NaN, enter a sum?"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -23,20 +23,27 @@ class LayerSlots:
         positions: `[kv_heads, slots]` int64; anything where a slot is dead.
         live: `[kv_heads, slots]` bool. A lane holds a position at most once.
         length: tokens of the row so far: live positions are below it.
+        in_order: each lane's live slots lie in the order of the text, so that nothing need be sorted for it.
     """
 
     positions: Tensor
     live: Tensor
     length: int
+    in_order: bool = False
 
     @cached_property
     def order(self) -> Tensor:
         """`[kv_heads, slots]` int64: each lane's slots from its first position to its last, then the dead ones."""
-        return torch.where(self.live, self.positions, self.length).argsort(dim=-1, stable=True)
+        if not self.in_order:
+            return torch.where(self.live, self.positions, self.length).argsort(dim=-1, stable=True)
+        living = self.live.cumsum(-1)
+        slot = torch.arange(self.live.shape[1], device=self.live.device).expand_as(living)
+        place = torch.where(self.live, living - 1, living[:, -1:] + slot - living)
+        return torch.empty_like(place).scatter_(-1, place, slot)
 
     def of_lanes(self, start: int, stop: int) -> LayerSlots:
         """Those of lanes `start..stop - 1`."""
-        return LayerSlots(positions=self.positions[start:stop], live=self.live[start:stop], length=self.length)
+        return replace(self, positions=self.positions[start:stop], live=self.live[start:stop])
 
     def protected(self, *, sinks: int, window: Tensor | int) -> Tensor:
         """`[kv_heads, slots]` bool: live slots of the row's first `sinks` positions and of its last `window`.

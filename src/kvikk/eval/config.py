@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvikk.bench.datasets import names_in
+from kvikk.bench.texts import CODE, PROSE
 from kvikk.engine import EngineConfig, SchedulerConfig
 from kvikk.errors import ConfigError
 from kvikk.eval.answers import Tasks
 from kvikk.eval.fidelity import Fidelity
 from kvikk.eval.grid import GridConfig
-from kvikk.eval.texts import CODE, PROSE
 from kvikk.memory import MemoryConfig
 from kvikk.models.config import ModelConfig
 from kvikk.types import Numerics

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from kvikk.bench.datasets import names_in
 from kvikk.bench.device import device_name, header
+from kvikk.bench.texts import Document, digest, documents
 from kvikk.errors import ConfigError, KvikkError
 from kvikk.eval.answers import Tasks
 from kvikk.eval.config import SUITES, EvalConfig, SuiteConfig
@@ -20,7 +21,6 @@ from kvikk.eval.results import Results
 from kvikk.eval.subject import Subject
 from kvikk.eval.suite import REFERENCE, Suite, complete
 from kvikk.eval.tasks import make_questions
-from kvikk.eval.texts import Document, digest, documents
 
 log = logging.getLogger(__name__)
 

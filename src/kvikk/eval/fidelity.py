@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvikk.bench.texts import Document
 from kvikk.eval.grid import FULL_CELL, Cell, GridConfig
 from kvikk.eval.subject import Exam, Outcome, Subject
 from kvikk.eval.suite import Row, held_figures
 from kvikk.eval.teacher import Observer
-from kvikk.eval.texts import Document
 
 UNMEASURED: Final = 1
 """Of the forced tokens, so many come before the first trigger: the model said them with the full cache."""

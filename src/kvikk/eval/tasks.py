@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
 
-from kvikk.eval.texts import CODE, PROSE, Encode, paragraphs
+from kvikk.bench.texts import CODE, PROSE, Encode, paragraphs
 
 QUESTIONS: Final = 5
 """On one context, each about another fact; so many depths are asked about."""

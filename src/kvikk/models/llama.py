@@ -150,9 +150,14 @@ class LlamaModel:
         weights.prepare(spec.numerics)
         self._scale = config.head_dim**-0.5
 
+    @property
+    def longest(self) -> int:
+        """See `CausalLM.longest`: a row of the rotary table for each position, and kernels read no further."""
+        return len(self.rope)
+
     @torch.no_grad()
     def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionStep, outputs_at: Tensor) -> Tensor:
-        """See `CausalLM.forward`. Positions must be below the length that the model was loaded for."""
+        """See `CausalLM.forward`."""
         weights, config = self.weights, self.config
         x = F.embedding(token_ids, weights.embedding)  # [tokens, hidden]
         rotary = None

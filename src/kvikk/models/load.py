@@ -29,7 +29,7 @@ from kvikk.models.protocol import CausalLM
 from kvikk.models.rope import check_rope, rope_frequencies, rope_table, rope_text
 from kvikk.models.sources import Checkpoint, locate
 from kvikk.models.spec import ModelSpec
-from kvikk.models.support import check_config, position_limit, resolve_length, sliding_window
+from kvikk.models.support import check_config, check_length, position_limit, resolve_length, sliding_window
 from kvikk.models.transformers_model import TransformersModel, quiet_transformers, read_module, register
 from kvikk.models.weights import SafetensorsFolder, StateDict, safetensors_files
 from kvikk.types import Numerics
@@ -44,9 +44,12 @@ class LoadedModel:
     Args:
         model: runs it.
         tokenizer: transformers' tokenizer, with the chat template if the model has one.
-        max_model_len: tokens of the longest sequence, prompt and output together.
+        max_model_len: tokens of the longest sequence, prompt and output together; no more than the model can compute.
         generation_defaults: the sampling settings that the model's authors recommend, by transformers' names.
         folder: where it was read from.
+
+    Raises:
+        ConfigError: the model has fewer positions.
     """
 
     model: CausalLM
@@ -54,6 +57,9 @@ class LoadedModel:
     max_model_len: int
     generation_defaults: Mapping[str, Any]
     folder: Path
+
+    def __post_init__(self) -> None:
+        check_length(self.max_model_len, self.model.longest)
 
 
 @dataclass(frozen=True, kw_only=True)

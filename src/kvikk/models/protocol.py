@@ -78,6 +78,11 @@ class CausalLM(Protocol):
 
     spec: ModelSpec
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that it can compute: positions are below it."""
+        ...
+
     def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionStep, outputs_at: Tensor) -> Tensor:
         """Run the tokens of one step, of any number of rows, flattened, up to the head.
 

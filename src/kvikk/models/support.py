@@ -128,6 +128,18 @@ def sliding_window(config: Any) -> int | None:
     return int(window)
 
 
+def check_length(max_model_len: int, positions: int) -> None:
+    """Refuse sequences longer than a model has positions: what lies behind them would be read all the same.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    if max_model_len > positions:
+        raise ConfigError(
+            f"--max-model-len {max_model_len:,} is more than the model's {positions:,} positions: at most {positions}"
+        )
+
+
 def resolve_length(config: Any, asked: int | None) -> int:
     """The longest sequence to serve: what was asked for, or all the model allows.
 
@@ -137,9 +149,8 @@ def resolve_length(config: Any, asked: int | None) -> int:
         ConfigError: more was asked for than the model has positions.
     """
     limit = position_limit(config)
-    if asked is not None and asked > limit:
-        raise ConfigError(f"--max-model-len {asked:,} is more than the model's {limit:,} positions: at most {limit}")
-    length = asked or limit
+    length = limit if asked is None else asked
+    check_length(length, limit)
     window = sliding_window(config)
     if window is not None and window < length:
         log.warning(

@@ -105,7 +105,7 @@ class TransformersModel:
     def __init__(self, module: Any, spec: ModelSpec, max_model_len: int) -> None:
         self.spec = spec
         self.module = module
-        self.max_model_len = max_model_len
+        self.longest = max_model_len
         self._backbone, self._head = split(module)
 
     @torch.no_grad()
@@ -116,7 +116,7 @@ class TransformersModel:
             position_ids=positions[None],
             attention_mask=None,
             use_cache=False,
-            step=Passage(step, self.max_model_len),
+            step=Passage(step, self.longest),
         )
         hidden: Tensor = outputs[0][0]
         return hidden.index_select(0, outputs_at)

@@ -60,6 +60,33 @@ def documents(source: str, count: int, tokens: int, encode: Encode) -> list[Docu
     return found
 
 
+def pieces(source: str, lengths: Iterable[int], encode: Encode) -> Iterator[list[int]]:
+    """Of all texts of a source, one after the other, a piece of each of these many tokens; round again at the end.
+
+    Args:
+        source: `code`, `prose`, or a folder of text files.
+        lengths: in tokens.
+        encode: of the model's tokenizer.
+
+    Raises:
+        ConfigError: the source is not there, or has no text in it.
+    """
+    rest: list[int] = []
+    more = texts(source)
+    for length in lengths:
+        read_from_start = False
+        while len(rest) < length:
+            _, text = next(more, ("", None))
+            if text is not None:
+                rest += encode(text)
+            elif read_from_start and not rest:
+                raise ConfigError(f"--texts {source!r} has no text in it: name another folder")
+            else:
+                more, read_from_start = texts(source), True
+        yield rest[:length]
+        rest = rest[length:]
+
+
 def texts(source: str) -> Iterator[tuple[str, str]]:
     """Names and texts of a source, in the order of the names; bytes that are no UTF-8 are left out.
 
