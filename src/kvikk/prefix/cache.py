@@ -43,6 +43,10 @@ class PrefixCache:
         clock: seconds; passed on to `eviction`.
         pinnable_blocks: how many blocks pins may hold in all.
         enabled: when False nothing is ever inserted, and every look-up misses.
+
+    Attributes:
+        on_evict: told of blocks that go to make room, the first to go first, while they still hold what their keys say.
+        on_spoil: told of keys whose blocks may hold something else.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class PrefixCache:
         self._eviction = eviction
         self._clock = clock
         self.enabled = enabled
+        self.on_evict: Callable[[Sequence[tuple[BlockKey, BlockId]]], None] | None = None
+        self.on_spoil: Callable[[Sequence[BlockKey]], None] | None = None
         self._block_of: dict[BlockKey, BlockId] = {}
         self._key_of: dict[BlockId, BlockKey] = {}
         self._claims: dict[BlockKey, Hashable] = {}
@@ -128,21 +134,44 @@ class PrefixCache:
         victims = self._eviction.evict(missing)
         if len(victims) != missing:
             raise PoolCorrupt(f"{self.pool.cached} blocks are cached, the eviction policy named {len(victims)}")
+        self._tell_evicted(victims)
         self._drop(victims)
         logger.debug("evicted %d blocks, %d cached are left", missing, self.pool.cached)
         return True
 
     def reset(self) -> int:
         """Empty the cache; held blocks stay their rows' but are found no more. Returns how many were dropped."""
-        return self.discard(list(self._key_of))
+        return self._remove(list(self._key_of))
+
+    def give_up(self, blocks: Sequence[BlockId]) -> None:
+        """Take indexed blocks out for the sake of room, as an eviction does; those that are held stay their rows'."""
+        self._tell_evicted(blocks)
+        self._remove(blocks)
 
     def discard(self, blocks: Sequence[BlockId]) -> int:
-        """Forget what these blocks hold; those that are held stay their rows'. Returns how many were indexed."""
+        """Forget what these blocks hold, as it may be wrong; those that are held stay their rows'.
+
+        Returns:
+            How many were indexed.
+        """
         indexed = [block for block in blocks if block in self._key_of]
-        for block in indexed:
+        if self.on_spoil is not None:
+            self.on_spoil([self._key_of[block] for block in indexed])
+        return self._remove(indexed)
+
+    def entries(self) -> list[tuple[BlockKey, BlockId]]:
+        """All keys and their blocks, in the order in which they were indexed."""
+        return list(self._block_of.items())
+
+    def _tell_evicted(self, blocks: Sequence[BlockId]) -> None:
+        if self.on_evict is not None:
+            self.on_evict([(self._key_of[block], block) for block in blocks])
+
+    def _remove(self, blocks: Sequence[BlockId]) -> int:
+        for block in blocks:
             self._eviction.on_remove(block)
-        self._drop(indexed)
-        return len(indexed)
+        self._drop(blocks)
+        return len(blocks)
 
     def _drop(self, blocks: Sequence[BlockId]) -> None:
         for block in blocks:
