@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from kvikk.configuration import MASKED, Setting, build, given, options_of, resolve, secret
+from kvikk.configuration import MASKED, Setting, build, given, options_of, presets, resolve, secret
 from kvikk.errors import ConfigError
 
 
@@ -147,10 +147,40 @@ def test_the_engines_options_all_have_help() -> None:
     assert all(option.help for option in options.values())
 
 
-def test_only_the_servers_keys_are_secret() -> None:
+def test_only_the_servers_keys_and_the_url_of_the_prefix_tier_are_secret() -> None:
     from kvikk.server.config import ServeConfig
 
     assert {name for name, option in options_of(ServeConfig).items() if option.is_secret} == {
         "api_key",
         "admin_api_key",
+        "prefix_tier_url",
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """Chosen.
+
+    Args:
+        preset: of the others.
+    """
+
+    preset: str | None = presets({"rush": {"mode": "slow", "size": 9}, "rest": {"share": 0.5}})
+    outer: Outer = field(default_factory=Outer)
+
+
+def test_a_preset_gives_defaults_and_whatever_is_set_wins_over_it(tmp_path: Path) -> None:
+    file = tmp_path / "kvikk.toml"
+    file.write_text("size = 3\npreset = 'rest'\n")  # 3 is what it is by default, too
+    settings = resolve(Chosen, flags={"preset": "rush", "is_on": "no"}, environment={}, file=file)
+    assert [(settings[name].value, settings[name].origin) for name in ("preset", "mode", "size", "share", "is_on")] == [
+        ("rush", "flag"), ("slow", "preset"), (3, "file"), (None, "default"), (False, "flag"),
+    ]  # fmt: skip
+    assert settings["mode"].source == "rush"
+    assert build(Chosen, given(settings)).outer == Outer(mode="slow", is_on=False)
+    assert build(Chosen, {"preset": "rush", "mode": "fast"}).outer == Outer(inner=Inner(size=9))
+
+
+def test_an_unknown_preset_is_refused_with_the_names_of_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="preset is 'hurry': choose from rush, rest"):
+        build(Chosen, {"preset": "hurry"})

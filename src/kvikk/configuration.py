@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 ENVIRONMENT_PREFIX = "KVIKK_"
 MASKED = "********"
 
-Origin = Literal["default", "file", "environment", "flag"]
+Origin = Literal["default", "preset", "file", "environment", "flag"]
 
 T = TypeVar("T")
 
@@ -34,6 +34,17 @@ T = TypeVar("T")
 def secret() -> Any:
     """The default (None) of a field whose value is never shown: `api_key: str | None = secret()`."""
     return dataclasses.field(default=None, repr=False, metadata={"secret": True})
+
+
+def presets(values: Mapping[str, Mapping[str, Any]]) -> Any:
+    """The default (None) of a field that names values of others: `preset: str | None = presets({...})`.
+
+    `resolve` and `build` give an option that nobody sets the value that the preset has for it.
+
+    Args:
+        values: of options of the same tree, by the preset's name.
+    """
+    return dataclasses.field(default=None, metadata={"presets": values})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +56,11 @@ class Option:
         owner: the dataclass that has the field.
         kind: `str`, `int`, `float` or `bool`.
         is_optional: whether None is allowed.
-        choices: the values allowed, for a literal type.
+        choices: the values allowed, for a literal type or presets.
         default: what it is when nothing is said.
         help: from the dataclass's docstring.
         is_secret: whether its value must not be shown.
+        presets: what each of its values means for other options, where it names presets.
     """
 
     name: str
@@ -59,6 +71,7 @@ class Option:
     default: Any
     help: str
     is_secret: bool
+    presets: Mapping[str, Mapping[str, Any]]
 
     @property
     def flag(self) -> str:
@@ -114,7 +127,7 @@ class Setting:
         option: whose value.
         value: as checked.
         origin: who set it.
-        source: the file's path, the variable or the flag; None for a default.
+        source: the file's path, the variable, the flag, or the preset's name; None for a default.
     """
 
     option: Option
@@ -139,15 +152,17 @@ def options_of(config: type) -> dict[str, Option]:
             inner = options_of(typing.cast("type", hint))
         else:
             kind, is_optional, choices = _leaf_type(hint)
+            meanings = field.metadata.get("presets", {})
             option = Option(
                 name=field.name,
                 owner=config,
                 kind=kind,
                 is_optional=is_optional,
-                choices=choices,
+                choices=choices or tuple(meanings),
                 default=field.default,
                 help=help_of.get(field.name, ""),
                 is_secret=field.metadata.get("secret", False),
+                presets=meanings,
             )
             inner = {field.name: option}
         for name in inner.keys() & found.keys():
@@ -160,6 +175,8 @@ def resolve(
     config: type, *, flags: Mapping[str, object], environment: Mapping[str, str], file: Path | None
 ) -> dict[str, Setting]:
     """Every option of a config tree with its value: of the flag, else the variable, else the file, else the default.
+
+    What a preset says of an option comes before the default.
 
     Args:
         config: the root of the tree.
@@ -174,7 +191,9 @@ def resolve(
     settings = {name: Setting(option=option, value=option.default) for name, option in options.items()}
     if file is not None:
         settings |= _from_file(options, file)
-    return settings | _from_environment(options, environment) | _from_flags(options, flags)
+    settings |= _from_environment(options, environment) | _from_flags(options, flags)
+    meant = _from_presets(options, {name: setting.value for name, setting in settings.items()})
+    return settings | {name: setting for name, setting in meant.items() if settings[name].origin == "default"}
 
 
 def given(settings: Mapping[str, Setting]) -> dict[str, Any]:
@@ -183,7 +202,7 @@ def given(settings: Mapping[str, Setting]) -> dict[str, Any]:
 
 
 def build(config: type[T], values: Mapping[str, object]) -> T:
-    """A config tree from a flat mapping of option names; what is not named keeps its default.
+    """A config tree from a flat mapping of option names; what is not named is as a preset says, or has its default.
 
     Raises:
         ConfigError: an unknown name, a wrong type, or what the dataclasses themselves refuse.
@@ -193,7 +212,9 @@ def build(config: type[T], values: Mapping[str, object]) -> T:
         if name not in options:
             hint = _nearest(name, options) or "known are: " + ", ".join(options)
             raise ConfigError(f"unknown option {name!r}: {hint}")
-    return _build(config, {name: options[name].checked(value, name) for name, value in values.items()})
+    checked = {name: options[name].checked(value, name) for name, value in values.items()}
+    meant = {name: setting.value for name, setting in _from_presets(options, checked).items()}
+    return _build(config, meant | checked)
 
 
 def _build(config: type[T], values: Mapping[str, object]) -> T:
@@ -205,6 +226,15 @@ def _build(config: type[T], values: Mapping[str, object]) -> T:
         elif field.name in values:
             arguments[field.name] = values[field.name]
     return config(**arguments)
+
+
+def _from_presets(options: Mapping[str, Option], values: Mapping[str, Any]) -> dict[str, Setting]:
+    """What the presets that are named among all values say of other options."""
+    return {
+        name: Setting(option=options[name], value=options[name].checked(value, name), origin="preset", source=preset)
+        for chooser, preset in values.items()
+        for name, value in options[chooser].presets.get(preset, {}).items()
+    }
 
 
 def _from_flags(options: Mapping[str, Option], flags: Mapping[str, object]) -> dict[str, Setting]:

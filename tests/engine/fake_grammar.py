@@ -13,6 +13,8 @@ class FakeGrammar:
 
     def __init__(self, name: str, vocabulary: int, eos: frozenset[int], text: tuple[int, ...] = ()) -> None:
         self.name, self.vocabulary, self.eos, self.text = name, vocabulary, eos, text
+        self.is_broken = False
+        """A token came that the mask forbade: as a draft may, and never in a text."""
 
     def _state(self) -> int:
         return hash((self.name == "strict", self.text)) % 97
@@ -32,14 +34,16 @@ class FakeGrammar:
     def mask(self) -> NDArray[np.bool_]:
         allowed = self._text()
         allowed[list(self.eos)] = self._is_satisfied and self.text[-1] not in self.eos
-        return allowed
+        return allowed & (not self.is_broken)
 
     def advance(self, token: int) -> None:
-        assert self.mask()[token], "only tokens that the mask allows are committed"
+        self.is_broken = not self.mask()[token]
         self.text += (token,)
 
     def copy(self) -> FakeGrammar:
-        return FakeGrammar(self.name, self.vocabulary, self.eos, self.text)
+        copied = FakeGrammar(self.name, self.vocabulary, self.eos, self.text)
+        copied.is_broken = self.is_broken
+        return copied
 
     @property
     def is_complete(self) -> bool:

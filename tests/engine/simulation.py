@@ -5,6 +5,9 @@ tokens as a function of the prefix and of what its row keeps besides (counts of 
 grammar). So a text that came out right was computed over the right memory, with the right state. Rows that are
 compressed keep a random part of their tokens in each lane; the shadow knows which, and every read is held against it.
 
+What the small cache of a lossless row computes is marked: no other row may read it, nor may it be found under a key. It
+drafts wrong tokens at random.
+
 `AheadShadowRunner` starts steps before the host has read the ones before them: what it samples stays on its device.
 """
 
@@ -23,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.fake_grammar import FakeCompiler, FakeGrammar
+from engine.shadow_tier import MakeTier
 from kvikk.compress import KVCacheParams
 from kvikk.engine.config import EngineConfig, SchedulerConfig
 from kvikk.engine.core import Engine, EngineOutput
@@ -30,7 +34,7 @@ from kvikk.engine.kv import Choice
 from kvikk.engine.limits import EngineLimits
 from kvikk.engine.logprobs import Logprob
 from kvikk.engine.request import UNKNOWN, FinishReason, Request, Row
-from kvikk.engine.runner import sampling_tasks
+from kvikk.engine.runner import sampling_tasks, usable_tokens
 from kvikk.engine.sampler import SampledToken
 from kvikk.engine.sampling_params import SamplingParams
 from kvikk.engine.step import RowResult, ScheduledRow, StepPlan
@@ -46,8 +50,12 @@ LANES = 3
 VOCABULARY = 50
 EOS = 7
 FORM, STRICT_FORM = StructuredOutputsParams(regex="lax"), StructuredOutputsParams(regex="strict")
+STEP_S, WHOLE_STEP_S = 0.01, 0.04
+"""What each step takes, and what more when rows read their whole caches."""
 GARBAGE = -1
 """What a slot holds that no prefix stands for."""
+DRAFTED = -2
+"""A slot that was computed in drafting holds this less the hash of its prefix."""
 
 T = TypeVar("T")
 
@@ -109,6 +117,8 @@ def expected_scores(prompt: list[int]) -> list[tuple[Logprob, ...] | None]:
 
 
 class Clock:
+    """Time goes on by itself a little in each step, and more in those that read whole caches."""
+
     def __init__(self) -> None:
         self.now = 0.0
 
@@ -206,7 +216,7 @@ class ShadowCompressor:
         params = row.request.kv_cache
         assert params is not None
         if row.compress_at is None:
-            at: int | None = len(row.request.prompt_token_ids)
+            at: int | None = max(len(row.request.prompt_token_ids), len(row.tokens))
         else:
             at = None if params.every is None else row.compress_at + params.every
         looks_at = 5 if row.request.seed % 3 else 0
@@ -217,7 +227,7 @@ class ShadowCompressor:
         if row.body is None:
             return [set(range(row.front)) for _ in range(LANES)]
         if self.bodies.get(row) is not row.body:
-            self.bodies[row], self.kept[row] = row.body, self.choices[row]
+            self.bodies[row], self.kept[row] = row.body, self.choices[row.draft_of or row]
         return self.kept[row]
 
     def choose(self, row: Row, held: Held, kept_from: int) -> Choice:
@@ -270,10 +280,17 @@ class ShadowCompressor:
 
 
 class ShadowRunner:
-    """Runs plans over the shadow memory, and fails when told to."""
+    """Runs plans over the shadow memory, and fails when told to.
 
-    def __init__(self) -> None:
+    Args:
+        wrong_drafts: share of the drafted tokens that are any tokens.
+    """
+
+    def __init__(self, wrong_drafts: float = 0.15) -> None:
         self.pool: BlockPool | None = None
+        self.clock = Clock()
+        self.wrong_drafts = wrong_drafts
+        self.rng = random.Random(11)
         self.memory = ShadowMemory()
         self.compressor = ShadowCompressor()
         self.fail_next = False
@@ -312,7 +329,9 @@ class ShadowRunner:
         assert self.pool is not None
         self.last_plan = plan
         self.largest_step = max(self.largest_step, plan.tokens)
-        tokens = [self.known_tokens(s.row) for s in plan.rows]
+        if any(scheduled.row.draft_of is None for scheduled in plan.rows):
+            self.clock.now += WHOLE_STEP_S
+        tokens = [[*self.known_tokens(s.row), *s.drafts] for s in plan.rows]
         assert not any(UNKNOWN in own for own in tokens), "a token is computed that nobody knows"
         hashes = [prefix_hashes(own) for own in tokens]
         written: set[tuple[int, int]] = set()
@@ -321,15 +340,16 @@ class ShadowRunner:
             row = scheduled.row
             is_garbage = self.fail_next or self.is_spoilt(row)
             for run in scheduled.runs:
+                trigger = (row.draft_of or row).compress_at
                 for position in range(run.start, run.stop) if run.write else ():
-                    assert row.compress_at is None or position < row.compress_at, "nothing beyond a trigger is computed"
+                    assert trigger is None or position < trigger, "nothing beyond a trigger is computed"
                     block, offset = run.blocks[(position - row.tail_start) // PAGE], position % PAGE
                     assert block != 0, "the null block is never written"
                     assert self.pool.references(block) == 1, "a shared block is never written"
                     assert not self.pool.is_kept(block), "an indexed block is never written"
                     assert (block, offset) not in written, "two rows write one slot"
                     written.add((block, offset))
-                    self.memory.set_block(block, offset, GARBAGE if is_garbage else own[position])
+                    self.memory.set_block(block, offset, GARBAGE if is_garbage else content(row, own, position))
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("injected")
@@ -345,38 +365,51 @@ class ShadowRunner:
                 assert run.body is row.body
                 for position in range(row.tail_start, run.stop) if not self.is_spoilt(row) else ():
                     held = self.memory.of_block(run.blocks[(position - row.tail_start) // PAGE], position % PAGE)
-                    assert held == {own[position]}, f"{row.id} reads a wrong slot at {position}"
+                    assert held == {content(row, own, position)}, f"{row.id} reads a wrong slot at {position}"
             if row.body is not None:
                 self.compressor.check_body(row, self.memory, own)
             if scheduled.samples:
-                assert scheduled.runs[-1].stop == len(row.tokens)
-                generated = len(row.tokens) - len(row.request.prompt_token_ids)
+                assert scheduled.runs[-1].stop == len(own)
+                generated = len(own) - len(row.request.prompt_token_ids)
                 assert generated != row.request.params.max_tokens, "no step is planned after the last token"
             computed = {position for run in scheduled.runs for position in range(run.start, run.stop)}
             assert computed.issuperset(scheduled.scores), "what is scored is computed in the same step"
             scores = [score(own[position], row.tokens[position + 1]) for position in scheduled.scores]
-            results.append(RowResult(self._sample(scheduled, own[-1]), scores))
+            results.append(RowResult(self._sample(scheduled, own), scores))
         if self.nan_next and any(result.tokens for result in results):
             self.nan_next = False
             index = next(i for i, result in enumerate(results) if result.tokens)
-            results[index].tokens.clear()
-            self.spoil(plan.rows[index])
+            good = self.rng.randrange(len(results[index].tokens)) if plan.rows[index].drafts else 0
+            del results[index].tokens[good:]
+            self.spoil(plan.rows[index], good)
         return results
 
-    def spoil(self, scheduled: ScheduledRow) -> None:
-        """What a row computed is garbage: nobody may read it again."""
+    def spoil(self, scheduled: ScheduledRow, good: int = 0) -> None:
+        """What a row computed is garbage, but for the first `good` of its queries: nobody may read it again."""
         for run in scheduled.runs:
-            for position in range(run.start, run.stop) if run.write else ():
+            for position in range(run.start + good, run.stop) if run.write else ():
                 index = (position - scheduled.row.tail_start) // PAGE
                 self.memory.set_block(run.blocks[index], position % PAGE, GARBAGE)
 
-    @staticmethod
-    def _sample(scheduled: ScheduledRow, prefix_hash: int) -> list[SampledToken]:
-        row = scheduled.row
-        counts = {} if row.history is None else dict(zip(row.history.tokens, row.history.counts, strict=True))
-        tasks = sampling_tasks(scheduled)
-        tokens = [next_token(prefix_hash, row.request, task.choice, counts, task.allowed) for task in tasks]
-        return [SampledToken(token) for token in tokens if token is not None]
+    def _sample(self, scheduled: ScheduledRow, own: list[int]) -> list[SampledToken]:
+        drawn: list[SampledToken | None] = []
+        for task in sampling_tasks(scheduled):
+            counts = {} if task.history is None else dict(zip(task.history.tokens, task.history.counts, strict=True))
+            prefix_hash = own[task.position - 1]
+            if scheduled.row.draft_of is not None and self.rng.random() < self.wrong_drafts:
+                prefix_hash = self.rng.getrandbits(60)
+            token = next_token(prefix_hash, scheduled.row.request, task.choice, counts, task.allowed)
+            drawn.append(None if token is None else SampledToken(token))
+        return usable_tokens(scheduled, drawn)
+
+
+def content(row: Row, own: list[int], position: int) -> int:
+    """What the slot of a position holds where all is well."""
+    if row.draft_of is None:
+        return own[position]
+    assert row.draft_of.drafting is not None
+    first = row.draft_of.drafting.base - 1  # that a small cache has computed itself, on what it keeps
+    return own[position] if position < first else DRAFTED - own[position]
 
 
 def token_count(plan: StepPlan) -> int:
@@ -386,7 +419,7 @@ def token_count(plan: StepPlan) -> int:
 def host_has_a_say(scheduled: ScheduledRow) -> bool:
     """Whether a row's next token, or what is told of it, depends on what the host knows or decides."""
     row, params = scheduled.row, scheduled.row.request.params
-    if scheduled.scores or scheduled.is_watched:
+    if scheduled.scores or scheduled.is_watched or scheduled.drafts:
         return True
     if not scheduled.samples:
         return False
@@ -410,6 +443,14 @@ class LeftToken:
     token: int
 
 
+@dataclass(frozen=True, slots=True)
+class Spoilt:
+    """In which of the steps started a row became garbage, in these blocks: a small cache can begin anew."""
+
+    step: int
+    blocks: list[BlockId]
+
+
 class ShadowStep:
     """A step that has been started. The shadow memory has changed; the host learns of it in `results` alone."""
 
@@ -427,8 +468,9 @@ class ShadowStep:
         runner = self.runner
         assert runner.unread.popleft() is self, "steps are read once, in the order in which they were started"
         for scheduled in self.plan.rows:
-            is_past = runner.spoilt.get(scheduled.row, self.number) < self.number
-            assert scheduled.row.finish_reason or not is_past, "a row goes on after its step has failed"
+            row = scheduled.row
+            is_past = row in runner.spoilt and runner.spoilt[row].step < self.number
+            assert row.finish_reason or row.draft_of or not is_past, "a row goes on after its step has failed"
         if self._fails:
             raise RuntimeError("injected, and seen late")
         runner.computed_tokens += token_count(self.plan)
@@ -441,13 +483,12 @@ class AheadShadowRunner(ShadowRunner):
     A row whose step gave garbage is spoilt: steps that were started before the host could know compute more of it.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, wrong_drafts: float = 0.15) -> None:
+        super().__init__(wrong_drafts)
         self.fail_results_next = False
         self.interrupt_results_next = False
         self.unread: deque[ShadowStep] = deque()
-        self.spoilt: dict[Row, int] = {}
-        """Rows, and in which of the steps started it happened."""
+        self.spoilt: dict[Row, Spoilt] = {}
         self.launched = 0
         self.launched_over_another = 0
         self._left: dict[Row, LeftToken] = {}
@@ -467,11 +508,12 @@ class AheadShadowRunner(ShadowRunner):
         return [*row.tokens[:-1], left.token]
 
     def is_spoilt(self, row: Row) -> bool:
-        return row in self.spoilt
+        return row in self.spoilt and self.spoilt[row].blocks is row.blocks
 
-    def spoil(self, scheduled: ScheduledRow) -> None:
-        super().spoil(scheduled)
-        self.spoilt.setdefault(scheduled.row, self.launched)
+    def spoil(self, scheduled: ScheduledRow, good: int = 0) -> None:
+        super().spoil(scheduled, good)
+        if not good and not self.is_spoilt(scheduled.row):
+            self.spoilt[scheduled.row] = Spoilt(self.launched, scheduled.row.blocks)
 
     def compute(self, plan: StepPlan) -> list[RowResult]:
         if any(host_has_a_say(scheduled) for scheduled in plan.rows):
@@ -513,6 +555,7 @@ class World:
         budget: int = 16,
         caching: bool = True,
         runner: ShadowRunner | None = None,
+        tier: MakeTier | None = None,
     ) -> None:
         self.runner = runner or ShadowRunner()
         self.clock = Clock()
@@ -532,8 +575,9 @@ class World:
             grammars=FakeCompiler(VOCABULARY, frozenset({EOS})),  # type: ignore[arg-type]
             clock=self.clock,
             seeds=random.Random(5),
+            tier=None if tier is None else lambda kv, clock: tier(kv, clock, self.runner.memory),
         )
-        self.runner.pool = self.engine.pool
+        self.runner.pool, self.runner.clock = self.engine.pool, self.clock
         self.requests: dict[str, Request] = {}
         self.texts: dict[tuple[str, int], list[int]] = {}
         self.ends: dict[tuple[str, int], FinishReason] = {}
@@ -543,6 +587,7 @@ class World:
         """What the slots of a block of each key hold."""
         self.completed = 0
         self.stuck = 0
+        self.stalled = 0
         self.finished = 0
         self.prompts: list[list[int]] = []
 
@@ -566,7 +611,7 @@ class World:
 
     def step(self, *, check: bool = True) -> list[EngineOutput]:
         """One step, recorded and checked."""
-        self.clock.now += 0.01
+        self.clock.now += STEP_S
         requests = list(self.engine.requests)
         try:
             outputs = self.engine.step()
@@ -600,13 +645,18 @@ class World:
         """What the host does not know is on its way, and of nothing that it does not know is there a key."""
         flying = [scheduled.row for step in self.engine._in_flight for scheduled in step.plan.rows if scheduled.samples]
         for request in requests:
-            in_bodies = sum(row.body_blocks for row in request.rows)
+            caches = [row.drafting.cache for row in request.rows if row.drafting and row.drafting.cache]
+            in_bodies = sum(row.body_blocks for row in [*request.rows, *caches])
             assert request.held_blocks == len({block for row in request.rows for block in row.blocks}) + in_bodies
             for row in request.rows:
                 assert row.pending == (0 if row.finish_reason else sum(other is row for other in flying))
                 assert UNKNOWN not in row.generated
                 assert row.tokens.count(UNKNOWN) == row.pending
                 assert len(row.keys) - 1 <= row.known // PAGE
+                assert not isinstance(row.grammar, FakeGrammar) or not row.grammar.is_broken
+            for cache in caches:
+                assert cache.pending in (0, sum(other is cache for other in flying)), "0: its round has ended before"
+                assert cache.tokens.count(UNKNOWN) == cache.pending
 
     def _check_cached_blocks(self, requests: list[Request]) -> None:
         """Every block that can be found holds what its key says."""
@@ -627,6 +677,7 @@ class World:
         self.finished += 1
         self.completed += out.finish_reason is FinishReason.STOP and out.token is None
         self.stuck += "stuck" in str(out.error)
+        self.stalled += "no progress" in str(out.error)
         expected = expected_text(out.request.prompt_token_ids, out.request, out.choice, self.max_len)
         if out.finish_reason is FinishReason.ERROR:
             assert text == expected[: len(text)]
@@ -678,11 +729,15 @@ def random_prompt(rng: random.Random, longest: int) -> list[int]:
 
 
 def random_compression(rng: random.Random) -> dict[str, object]:
-    return {
+    options: dict[str, object] = {
         "policy": "random",
         "budget": rng.choice([0.1, 0.3, 0.6, 0.95]),
         "trigger": rng.choice(["prefill", "every:1", "every:3", "every:8"]),
     }
+    if rng.random() < 0.4:
+        return options
+    drafts = {"lossless": True, "draft_tokens": rng.choice([None, None, 0, 1, 3, 8])}
+    return drafts | {"drafter": "ngram"} if rng.random() < 0.3 else drafts | options
 
 
 def random_event(world: World, rng: random.Random, *, plain_share: float = 0.0) -> None:

@@ -25,17 +25,26 @@ STEPS = int(os.environ.get("KVIKK_SIMULATED_STEPS", "100000"))
     caching=st.booleans(),
     runner=st.sampled_from([ShadowRunner, AheadShadowRunner]),
     plain_share=st.sampled_from([0.0, 0.8, 1.0]),
+    wrong_drafts=st.sampled_from([0.0, 0.15, 1.0]),
 )
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_history_gives_every_request_its_text_and_every_block_back(
-    seed: int, blocks: int, seqs: int, budget: int, caching: bool, runner: type[ShadowRunner], plain_share: float
+    seed: int,
+    blocks: int,
+    seqs: int,
+    budget: int,
+    caching: bool,
+    runner: type[ShadowRunner],
+    plain_share: float,
+    wrong_drafts: float,
 ) -> None:
     rng = random.Random(seed)
-    world = World(blocks, seqs=max(seqs, 3), budget=max(budget, seqs), caching=caching, runner=runner())
+    world = World(blocks, seqs=max(seqs, 3), budget=max(budget, seqs), caching=caching, runner=runner(wrong_drafts))
     for _ in range(120):
         random_event(world, rng, plain_share=plain_share)
         world.step()
     world.drain()
+    assert not world.stalled
 
 
 @pytest.mark.parametrize("runner", [ShadowRunner, AheadShadowRunner])
@@ -49,10 +58,14 @@ def test_a_long_run_never_stalls_and_always_checks_out(blocks: int, runner: type
     world.drain()
     engine = world.engine
     assert world.finished > steps // 25
+    assert not world.stalled
     assert engine.prefix.counters.hits > 0
     assert engine.prefix.counters.evicted_blocks > 0
     assert world.runner.largest_step <= 16
     assert engine.computed_tokens == world.runner.computed_tokens
+    drafts = engine.scheduler.rounds.counters
+    assert drafts.rounds > steps // 1000
+    assert drafts.drafted > drafts.accepted > steps // 1000
     if isinstance(world.runner, AheadShadowRunner):
         assert world.runner.launched_over_another > steps // 4
     else:

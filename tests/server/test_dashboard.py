@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvikk.server.metrics.kinds import MODEL, EngineInfo, FrontCounter, FrontHistogram, Metric
+from kvikk.server.metrics.kinds import MODEL, EngineCounterBy, EngineInfo, FrontCounter, FrontHistogram, Metric
 from kvikk.server.metrics.table import TABLE
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -32,6 +32,8 @@ def series_of(metric: Metric) -> set[str]:
 
 def labels_of(metric: Metric) -> set[str]:
     own = set(metric.labels) if isinstance(metric, FrontCounter | EngineInfo) else set()
+    if isinstance(metric, EngineCounterBy):
+        own = {metric.label}
     return {MODEL, "instance", "job", *own} | ({"le"} if isinstance(metric, FrontHistogram) else set())
 
 

@@ -57,6 +57,25 @@ def test_the_operators_choice_holds_for_requests_that_say_nothing_and_full_takes
     assert (half["policy"], half["kept_tokens"]) == ("knorm", half["tokens"] // 8)
 
 
+def test_a_lossless_request_gets_the_text_of_the_whole_cache_and_is_told_what_was_drafted(compressing: Running) -> None:
+    client = compressing.client()
+    whole = client.completions.create(**asked({"policy": "full"}, max_tokens=24))
+    for method in (QUARTER, {}, {"drafter": "ngram"}):
+        answer = client.completions.create(**asked(method | {"lossless": True, "draft_tokens": 3}, max_tokens=24))
+        assert answer.choices[0].text == whole.choices[0].text
+        told = kept(answer)
+        assert told is not None
+        assert (told["lossless"], told["blocks_freed"]) == (True, 0)
+        assert told["drafted"] >= told["accepted"] > 0
+        assert told["accepted"] + told["rounds"] <= answer.usage.completion_tokens  # type: ignore[union-attr]
+    lossy = kept(client.completions.create(**asked(QUARTER)))
+    assert lossy is not None
+    assert [lossy[name] for name in ("lossless", "rounds", "drafted", "accepted")] == [False, 0, 0, 0]
+    drafted, accepted = (compressing.metric(f"spec_decode_num_{of}_tokens_total") for of in ("draft", "accepted"))
+    assert drafted >= accepted > 0
+    assert 0 < compressing.metric("spec_decode_num_accepted_tokens_per_pos_total", position="0") <= accepted
+
+
 def test_streams_chats_and_several_prompts_carry_the_same_news(compressing: Running) -> None:
     client = compressing.client()
     *_, last = client.completions.create(**asked(QUARTER, stream=True, stream_options={"include_usage": True}))
@@ -90,6 +109,12 @@ def test_texts_beside_compressed_ones_are_what_they_are_alone(compressing: Runni
         ({"trigger": "sometimes"}, "kv_cache.trigger", "every:128"),
         ({"polcy": "snapkv"}, "kv_cache.polcy", "did you mean 'policy'"),
         ({"rest": "burn"}, "kv_cache.rest", "drop"),
+        ({"lossless": "yes"}, "kv_cache.lossless", "true or false"),
+        ({"drafter": "ngram"}, "kv_cache.drafter", "add lossless"),
+        ({"lossless": True, "drafter": "eagle"}, "kv_cache.drafter", "cache, ngram"),
+        ({"lossless": True, "drafter": "cache", "policy": "full"}, "kv_cache.drafter", "name a policy and a budget"),
+        ({"lossless": True, "draft_tokens": 33}, "kv_cache.draft_tokens", "between 0 and 32"),
+        ({"draft_tokens": 4}, "kv_cache.draft_tokens", "add lossless"),
     ],
 )
 def test_what_cannot_be_done_is_a_400_that_names_the_field_and_the_way_out(

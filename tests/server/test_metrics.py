@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from kvikk.engine import FinishReason
+from kvikk.engine import DraftCounters, FinishReason
 from kvikk.errors import PromptTooLong, QueueFull
 from kvikk.server.messages import Stats
 from kvikk.server.metrics import AbortCause, Metrics, RecentStats
@@ -116,6 +116,8 @@ def test_the_engine_s_gauges_and_counters_are_those_of_its_latest_stats(metrics:
             compactions=20,
             dropped_tokens=21.5,
             freed_frames=22,
+            drafts=DraftCounters(rounds=23, drafted=24, accepted=25, accepted_at=[20, 5]),
+            fallbacks={"misses": 26},
         )
     )
     expected = {
@@ -137,8 +139,15 @@ def test_the_engine_s_gauges_and_counters_are_those_of_its_latest_stats(metrics:
         "kv_compactions_total": 20,
         "kv_tokens_dropped_total": 21.5,
         "kv_frames_freed_total": 22,
+        "spec_decode_num_drafts_total": 23,
+        "spec_decode_num_draft_tokens_total": 24,
+        "spec_decode_num_accepted_tokens_total": 25,
     }
     assert {name: value(metrics, name) for name in expected} == expected
+    by_place = [value(metrics, "spec_decode_num_accepted_tokens_per_pos_total", position=str(n)) for n in range(32)]
+    assert by_place == [20, 5] + 30 * [0]
+    by_reason = {why: value(metrics, "lossless_fallbacks_total", reason=why) for why in ("misses", "mates", "cost")}
+    assert by_reason == {"misses": 26, "mates": 0, "cost": 0}
 
 
 def test_usage_is_what_is_held_and_a_cached_block_is_not_in_use(metrics: Metrics) -> None:

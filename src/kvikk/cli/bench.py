@@ -13,6 +13,7 @@ from kvikk.bench.attention import AttentionBenchConfig, bench_attention
 from kvikk.bench.churn import BenchChurnConfig, bench_churn
 from kvikk.bench.explain import explain
 from kvikk.bench.latency import BenchLatencyConfig, bench_latency
+from kvikk.bench.lossless import BenchLosslessConfig, bench_lossless
 from kvikk.bench.metrics import Goodput
 from kvikk.bench.reclaim import BenchReclaimConfig, bench_reclaim
 from kvikk.bench.results import Reference, write, write_rows
@@ -37,6 +38,7 @@ BENCHMARKS = {
     "attention": "decode attention alone on a GPU, beside FlashInfer",
     "step": "a whole decode step on random weights, beside reading weights and KV once",
     "churn": "short requests in bursts, and how even the steps stay",
+    "lossless": "drafting on a small cache: what it gains, what is accepted, and whether the text is the same",
     "reclaim": "what dropping tokens gives back of a fixed KV memory, and how many more requests that serves",
 }
 
@@ -65,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parsers["attention"], AttentionBenchConfig)
     add_config_arguments(parsers["step"], BenchStepConfig)
     add_config_arguments(parsers["churn"], BenchChurnConfig)
+    add_config_arguments(parsers["lossless"], BenchLosslessConfig)
     add_config_arguments(parsers["reclaim"], BenchReclaimConfig)
     serve = parsers["serve"]
     lists = serve.add_argument_group("lists", "flags that take several values")
@@ -88,6 +91,7 @@ def run(parsed: argparse.Namespace) -> int:
         "attention": _attention,
         "step": _step,
         "churn": _churn,
+        "lossless": _lossless,
         "reclaim": _reclaim,
     }
     return runs[parsed.benchmark](parsed)
@@ -155,6 +159,15 @@ def _churn(parsed: argparse.Namespace) -> int:
     result = bench_churn(config)
     _show_rows(result, config.churn.json)
     return 0
+
+
+def _lossless(parsed: argparse.Namespace) -> int:
+    options = given(resolve(parsed, BenchLosslessConfig))
+    config = build(BenchLosslessConfig, options)
+    options.setdefault("max_num_seqs", max(rows for rows, _ in config.lossless.points))
+    result = bench_lossless(build(BenchLosslessConfig, options))
+    _show_rows(result, config.lossless.json)
+    return int(config.engine.numerics == "exact" and any(row["identical"] < row["prompts"] for row in result.rows))
 
 
 def _reclaim(parsed: argparse.Namespace) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -58,18 +60,13 @@ def run(parsed: argparse.Namespace) -> int:
 
     from kvikk.llm import LLM  # after the checks: it brings transformers
 
-    llm = LLM(**options)
-    prompts: Any = texts
-    if parsed.chat:
-        prompts = llm.render([[{"role": "user", "content": text}] for text in texts])
-    if not parsed.json and len(texts) == 1 and params.n == 1:
-        failed = False
-        for delta in llm.stream(prompts, params):
-            print(delta.text, end="", flush=True)
-            failed |= delta.finish_reason == "error"
-        print()
-        return int(failed)
-    outputs = llm.generate(prompts, params)
+    with closing(LLM(**options)) as llm:
+        prompts: Any = texts
+        if parsed.chat:
+            prompts = llm.render([[{"role": "user", "content": text}] for text in texts])
+        if not parsed.json and len(texts) == 1 and params.n == 1:
+            return _stream(llm.stream(prompts, params))
+        outputs = llm.generate(prompts, params)
     for output in outputs:
         if parsed.json:
             print(json.dumps(as_json(output), ensure_ascii=False))
@@ -77,6 +74,16 @@ def run(parsed: argparse.Namespace) -> int:
             for text in output.outputs:
                 print(text.text)
     return int(any(text.finish_reason == "error" for output in outputs for text in output.outputs))
+
+
+def _stream(deltas: Iterable[Any]) -> int:
+    """Print one text as it comes."""
+    failed = False
+    for delta in deltas:
+        print(delta.text, end="", flush=True)
+        failed |= delta.finish_reason == "error"
+    print()
+    return int(failed)
 
 
 def as_json(output: Any) -> dict[str, Any]:

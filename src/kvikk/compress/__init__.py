@@ -21,7 +21,7 @@ from kvikk.compress.attending import accumulated_attention
 from kvikk.compress.budgets import Budget
 from kvikk.compress.config import KVCacheParams
 from kvikk.compress.method import Method
-from kvikk.compress.policy import Policy, check_scores, is_lanewise, query_window, state_names
+from kvikk.compress.policy import Policy, check_scores, count_unscored, is_lanewise, query_window, state_names
 from kvikk.compress.rotary import Rotary
 from kvikk.compress.select import keep_mask
 from kvikk.compress.signals import Signal, Signals
@@ -40,6 +40,7 @@ __all__ = [
     "Signals",
     "accumulated_attention",
     "check_scores",
+    "count_unscored",
     "is_lanewise",
     "keep_mask",
     "query_window",

@@ -26,6 +26,9 @@ FULL = "full"
 """The policy that keeps everything."""
 RESTS = ("drop",)
 MAX_PROTECTED = 2**20
+DRAFTERS = ("cache", "ngram")
+MAX_DRAFT_TOKENS = 32
+"""In one round: more are hardly ever accepted, and a client waits for all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,11 @@ class KVCacheParams:
             tokens.
         sinks: so many of the first tokens always stay.
         window: so many of the last tokens always stay. Of a block that is not full, all stay.
+        lossless: the text is that of the whole cache: tokens are drafted, and verified on all of it.
+        drafter: what a lossless request drafts with: `cache`, what the policy keeps; `ngram`, what came after the same
+            few tokens before. When not given: `cache` where a policy drops tokens, else `ngram`.
+        draft_tokens: of a lossless request, how many are drafted before they are verified; when not given, as many as
+            pay.
     """
 
     policy: str = FULL
@@ -57,6 +65,9 @@ class KVCacheParams:
     trigger: str = "prefill"
     sinks: int = 4
     window: int = 32
+    lossless: bool = False
+    drafter: str | None = None
+    draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("sinks", "window"):
@@ -74,6 +85,7 @@ class KVCacheParams:
             _refuse("policy", f"is {self.policy!r}: it must be a name, `kvikk policies` lists them")
         self._check_trigger()
         self._check_budget()
+        self._check_drafts()
         # As text: 1 is a token and 1.0 is everything, and not every way between processes tells them apart.
         if isinstance(self.budget, int | float) and self.method.budget.unit == "tokens":
             object.__setattr__(self, "budget", str(int(self.budget)))
@@ -110,6 +122,11 @@ class KVCacheParams:
     def is_full(self) -> bool:
         """Whether nothing is ever dropped, so that no trigger does anything."""
         return self.policy == FULL or self.method.budget.is_everything
+
+    @property
+    def drafts_by_lookup(self) -> bool:
+        """Whether a lossless request looks its drafts up, and so has no small cache."""
+        return self.drafter == "ngram" or self.is_full
 
     @property
     def every(self) -> int | None:
@@ -151,6 +168,23 @@ class KVCacheParams:
                 f"is {budget}, sinks ({self.sinks}) and window ({self.window}) alone are {protected}: raise it, "
                 "or lower these",
             )
+
+    def _check_drafts(self) -> None:
+        if not isinstance(self.lossless, bool):
+            _refuse("lossless", f"is {self.lossless!r}: it must be true or false")
+        if self.drafter is not None:
+            _check_choice("drafter", self.drafter, DRAFTERS)
+            if not self.lossless:
+                _refuse("drafter", f"is {self.drafter!r}, but only lossless requests draft: add lossless")
+            if self.drafter == "cache" and self.is_full:
+                _refuse("drafter", "is 'cache', but nothing is dropped: name a policy and a budget, or take 'ngram'")
+        if self.draft_tokens is None:
+            return
+        number = whole_number(f"{PARAM}.draft_tokens", self.draft_tokens, param=_param("draft_tokens"))
+        if not 0 <= number <= MAX_DRAFT_TOKENS:
+            _refuse("draft_tokens", f"is {number}: it must lie between 0 and {MAX_DRAFT_TOKENS}")
+        if not self.lossless:
+            _refuse("draft_tokens", f"is {number}, but only lossless requests draft: add lossless, or leave it out")
 
 
 def _param(name: str) -> str:

@@ -11,9 +11,11 @@ from kvikk.compress import Rotary
 from kvikk.engine.compressor import PolicyCompressor, watch_window
 from kvikk.engine.config import EngineConfig
 from kvikk.engine.core import Engine
+from kvikk.engine.heap import freeze_heap
 from kvikk.engine.limits import EngineLimits
 from kvikk.engine.runner import ModelRunner
 from kvikk.engine.step import Runner
+from kvikk.engine.tier import tier_maker
 from kvikk.errors import ConfigError
 from kvikk.geometry import KVGeometry
 from kvikk.grammar import GrammarCompiler
@@ -95,6 +97,8 @@ def build_engine(
 ) -> tuple[Engine, Capacity]:
     """Make the pool, the attention backend and the engine for a model.
 
+    While the engine lives, older objects are left out of garbage collections: see `freeze_heap`.
+
     Args:
         loaded: the model.
         config: limits and switches.
@@ -134,7 +138,11 @@ def build_engine(
     grammars = GrammarCompiler(loaded.tokenizer, spec.vocabulary, spec.eos_token_ids)
     rotary = Rotary(inv_freq=model.inv_freq) if isinstance(model, LlamaModel) else None
     compressor = PolicyCompressor(store, rotary)
-    engine = Engine(config, limits, keyspace, blocks, runner, store, compressor=compressor, grammars=grammars)
+    tier = tier_maker(config.tier, store)
+    engine = Engine(
+        config, limits, keyspace, blocks, runner, store, compressor=compressor, grammars=grammars, tier=tier
+    )
+    freeze_heap(engine)
     return engine, capacity
 
 
@@ -156,7 +164,8 @@ def fastest_runner(
         max_model_len=capacity.max_model_len,
         numerics=config.numerics,
         enforce_eager=config.enforce_eager,
-        ragged=kv_cache is not None,
+        ragged=kv_cache is not None and not kv_cache.is_full,
+        lossless=kv_cache is not None and kv_cache.lossless,
         watch_window=0 if kv_cache is None else watch_window(kv_cache),
     )
     runner.warm_up()
@@ -164,7 +173,13 @@ def fastest_runner(
 
 
 def load_engine(config: EngineConfig, make_runner: MakeRunner | None = None) -> tuple[LoadedModel, Engine, Capacity]:
-    """Load the model that the config names, and make its engine; see `build_engine`.
+    """Load the model that the config names, and make its engine; see `load` and `build_engine`."""
+    loaded = load(config)
+    return loaded, *build_engine(loaded, config, make_runner)
+
+
+def load(config: EngineConfig) -> LoadedModel:
+    """Load the model that the config names; one model can have engines of several kinds.
 
     Raises:
         ConfigError: an option cannot be honoured.
@@ -173,7 +188,7 @@ def load_engine(config: EngineConfig, make_runner: MakeRunner | None = None) -> 
     chosen = config.model
     device = chosen.torch_device()
     check_device(config.memory, device)
-    loaded = load_model(
+    return load_model(
         chosen.model,
         dtype=chosen.dtype,
         device=device,
@@ -182,4 +197,3 @@ def load_engine(config: EngineConfig, make_runner: MakeRunner | None = None) -> 
         tokenizer=chosen.tokenizer,
         numerics=config.numerics,
     )
-    return loaded, *build_engine(loaded, config, make_runner)

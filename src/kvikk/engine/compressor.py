@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from kvikk.compress import (
     Signals,
     accumulated_attention,
     check_scores,
+    count_unscored,
     is_lanewise,
     query_window,
     state_names,
@@ -25,7 +27,7 @@ from kvikk.compress import (
 from kvikk.engine.kv import Choice
 from kvikk.engine.request import Row
 from kvikk.errors import InvalidRequest
-from kvikk.memory import Held, KVStore
+from kvikk.memory import Held, KVStore, upload
 from kvikk.types import Position
 
 MASS: Final = "attention mass"
@@ -78,8 +80,8 @@ class PolicyCompressor:
         """See `Compressor.next_trigger`."""
         params = row.request.kv_cache
         assert params is not None
-        if row.compress_at is None:
-            trigger = len(row.request.prompt_token_ids)
+        if row.compress_at is None:  # a lossless row that was preempted is computed again to its last token
+            trigger = max(len(row.request.prompt_token_ids), len(row.tokens))
             window = watch_window(params, PROMPT_QUERIES)
         elif params.every is None:
             return None, range(0)
@@ -90,19 +92,20 @@ class PolicyCompressor:
 
     @torch.inference_mode()
     def choose(self, row: Row, held: Held, kept_from: Position) -> Choice:
-        """See `Compressor.choose`."""
+        """See `Compressor.choose`. It waits for the device once."""
         method, geometry = _method(row), self._store.geometry
         unfinished = row.front - kept_from
         quotas = method.quotas(
             row.front, layers=geometry.layers, token_bytes=self.token_bytes(method), unfinished=unfinished
         )
-        frames = torch.from_numpy(held.frames).to(self._store.device)
+        frames = upload(held.frames, self._store.device)
         remembered = self._remembered(row, method, held)
+        everything = LayerSlots(positions=held.positions.long(), live=held.live, length=row.front, in_order=True)
         scores: list[Tensor] = []
         for layers in self._shown_together(row, method, held, quotas):
             first, last = layers[0], layers[-1]
             lanes = slice(geometry.first_frame[first], geometry.first_frame[last] + geometry.kv_heads[last])
-            slots = LayerSlots(positions=held.positions[lanes].long(), live=held.live[lanes], length=row.front)
+            slots = everything.of_lanes(lanes.start, lanes.stop)
             of_layer = {name: values[lanes] for name, values in remembered.items()}
             view = LayerView(
                 layer=first,
@@ -120,10 +123,12 @@ class PolicyCompressor:
             scores.append(method.score(view))
             for name, values in remembered.items():
                 values[lanes] = view.attention_mass if name == MASS else view.state(name)
-        check_scores(method.name, torch.cat(scores), held.live)
-        everything = LayerSlots(positions=held.positions.long(), live=held.live, length=row.front)
-        keep = method.select(torch.cat(scores), everything, quotas, geometry.kv_heads, unfinished)
-        return Choice(keep, keep.sum(1).cpu().numpy(), remembered)
+        of_lanes = torch.cat(scores)
+        keep = method.select(of_lanes, everything, quotas, geometry.kv_heads, unfinished)
+        *counts, unscored = torch.cat((keep.sum(1), count_unscored(of_lanes, held.live)[None])).tolist()
+        if unscored:
+            check_scores(method.name, of_lanes, held.live)
+        return Choice(keep, np.array(counts), remembered)
 
     def _shown_together(self, row: Row, method: Method, held: Held, quotas: list[int]) -> list[range]:
         """The layers, cut where two of them cannot be shown to the policy as one, or would be too large together."""
@@ -226,4 +231,4 @@ def _last_trigger(row: Row) -> int:
     params, now = row.request.kv_cache, row.compress_at
     assert params is not None
     assert now is not None
-    return 0 if now == len(row.request.prompt_token_ids) else now - (params.every or 0)
+    return 0 if now == len(row.request.prompt_token_ids) or params.lossless else now - (params.every or 0)

@@ -9,6 +9,7 @@ from kvikk.compress.flags import KVCacheConfig
 from kvikk.errors import ConfigError
 from kvikk.memory import MemoryConfig
 from kvikk.models.config import ModelConfig
+from kvikk.tier import TierConfig
 from kvikk.types import Numerics
 
 CPU_STEP_TOKENS: Final = 1024
@@ -62,6 +63,7 @@ class EngineConfig:
         scheduler: rows and tokens of a step.
         memory: the KV pool.
         enable_prefix_caching: keep finished blocks for requests that start alike.
+        tier: where they go when there is no room for them, and come back from.
         kv_cache: what is kept of requests that do not say it themselves.
         numerics: `fast`, or `exact`: texts and log-probabilities are the same to the bit alone and in any batch, cached
             and computed, in any chunks and after preemption; slower, and for the Llama family only.
@@ -73,7 +75,15 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     enable_prefix_caching: bool = True
+    tier: TierConfig = field(default_factory=TierConfig)
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
     numerics: Numerics = "fast"
     enforce_eager: bool = False
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tier.is_on and not self.enable_prefix_caching:
+            raise ConfigError(
+                "--prefix-tier-memory and --prefix-tier-url keep what the prefix cache evicts, and it is off: leave "
+                "them out, or --no-enable-prefix-caching"
+            )

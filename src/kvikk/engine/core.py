@@ -17,11 +17,12 @@ from kvikk.engine.history import TokenHistory
 from kvikk.engine.kv import Compressor, KVBytes, KVMemory
 from kvikk.engine.limits import EngineLimits
 from kvikk.engine.logprobs import Logprob
-from kvikk.engine.request import FinishReason, KVCacheUsage, Request, Row
+from kvikk.engine.request import Drafting, FinishReason, KVCacheUsage, Request, Row
 from kvikk.engine.sampler import SampledToken
 from kvikk.engine.sampling_params import SamplingParams
 from kvikk.engine.scheduler import Scheduler
 from kvikk.engine.step import AheadRunner, PendingStep, RowResult, Runner, ScheduledRow, StepPlan
+from kvikk.engine.tier import EngineTier
 from kvikk.errors import ConfigError, InvalidRequest, KvikkError, StepFailed
 from kvikk.grammar import Grammar, GrammarCompiler
 from kvikk.prefix import LRU, KeySpace, PrefixCache, extend_keys
@@ -70,6 +71,7 @@ class Engine:
         grammars: makes the grammars of requests with structured outputs; without it these are refused.
         clock: seconds, monotonic.
         seeds: draws the seeds of requests that give none.
+        tier: makes the prefix tier over a memory, with the clock; without it evicted blocks are lost.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Engine:
         grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
         seeds: random.Random | None = None,
+        tier: Callable[[KVMemory, Callable[[], float]], EngineTier] | None = None,
     ) -> None:
         self.limits = limits
         longest = -(-limits.max_model_len // keyspace.page_size)
@@ -100,7 +103,8 @@ class Engine:
             compressor,
         )
         self.pool, self.prefix = self.kv.pool, self.kv.prefix
-        self.scheduler = Scheduler(config.scheduler, self.kv)
+        self.tier = None if tier is None else tier(self.kv, clock)
+        self.scheduler = Scheduler(config.scheduler, self.kv, limits.max_model_len, self.tier)
         self.steps = 0
         self.computed_tokens = 0
         self._config = config
@@ -118,6 +122,8 @@ class Engine:
         self._outputs: list[EngineOutput] = []
         """Not handed out yet: kept here, so that an interrupt in the midst of a step loses none."""
         self._idle_steps = 0
+        self._busy_since: float | None = None
+        """When the last step ended; None when there was nothing to do since, or something else was done."""
 
     @property
     def has_work(self) -> bool:
@@ -162,7 +168,7 @@ class Engine:
             stop_ids=eos | frozenset(params.stop_tokens),
             arrival_s=self._clock(),
             kv_cache=kv_cache,
-            kv_usage=None if kv_cache is None else KVCacheUsage(kv_cache.policy),
+            kv_usage=None if kv_cache is None else KVCacheUsage(kv_cache.policy, kv_cache.lossless),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             is_plain=grammar is None and not params.has_penalties and not params.logit_bias and params.logprobs is None,
         )
@@ -174,9 +180,9 @@ class Engine:
             unforked=params.n,
             history=TokenHistory(prompt if params.repetition_penalty != 1 else ()) if params.has_penalties else None,
             grammar=grammar,
+            drafting=Drafting.of(kv_cache, prompt),
         )
-        if kv_cache is not None:
-            self._plan_compression(row)
+        self.kv.plan_trigger(row)
         request.rows.append(row)
         self._requests[request_id] = request
         self.scheduler.add(row)
@@ -222,10 +228,13 @@ class Engine:
         self._collect(down_to=1)
         if self.scheduler.due:
             self._compact()
+            self._busy_since = None
         plan = self.scheduler.schedule()
         if plan.rows:
             self._idle_steps = 0
             self._note_start(plan)
+            if self.tier is not None:
+                self.tier.speed.note_planned(plan)
             try:
                 self._compute(plan)
             except BaseException:  # interrupted: as if the step had not been planned
@@ -235,6 +244,7 @@ class Engine:
         elif self._in_flight:
             self._collect()
         else:
+            self._busy_since = None
             self._outputs += self._note_idle(plan)
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -287,14 +297,33 @@ class Engine:
         """Hand a step's results to its rows; some may have ended since it was started."""
         self.steps += 1
         self.computed_tokens += plan.tokens
+        self._note_time(plan)
+        if self.tier is not None:
+            self.tier.speed.note_computed(plan)
         both = zip(plan.rows, computed, strict=True)
         results = [(scheduled, result) for scheduled, result in both if scheduled.row.finish_reason is None]
-        self.scheduler.commit(scheduled for scheduled, result in results if result.tokens or not scheduled.samples)
+        self.scheduler.commit(
+            (scheduled, agreeing(scheduled.drafts, result.tokens) if scheduled.drafts else ())
+            for scheduled, result in results
+            if result.tokens or not scheduled.samples
+        )
         for scheduled, result in results:
-            self._outputs += self._advance(scheduled, result)
+            if scheduled.row.draft_of is not None:
+                self._draft(scheduled.row, result)
+            elif scheduled.drafts:
+                self._outputs += self._verify(scheduled, result)
+            else:
+                self._outputs += self._advance(scheduled, result)
         for scheduled, _ in results:
             if scheduled.row.compress_at is not None:
                 self.scheduler.note_due(scheduled.row.request.rows)
+
+    def _note_time(self, plan: StepPlan) -> None:
+        """Steps run one after another: one takes from the end of the last, or from its own start, to its end."""
+        now, since = self._clock(), self._busy_since
+        self._busy_since = now
+        if since is not None and any(scheduled.row.drafting or scheduled.row.draft_of for scheduled in plan.rows):
+            self.scheduler.rounds.note_step(plan, now - since)
 
     def _compact(self) -> None:
         """Compact the rows that are at their triggers, but for those that a step in flight still computes.
@@ -306,33 +335,41 @@ class Engine:
             if not row.is_due:  # the row before it has taken its memory
                 continue
             try:
-                is_done = self.kv.compact(row, self.scheduler.find_room)
+                is_done = True
+                if row.drafting is None:
+                    is_done = self.kv.compact(row, self.scheduler.find_room)
+                else:
+                    self.kv.copy_kept(row)
             except Exception as error:
                 failure = error if isinstance(error, KvikkError) else StepFailed(f"compressing failed: {error!r}")
                 self._outputs += self._fail(row, failure)
                 continue
             if is_done:
                 self.scheduler.due.remove(row)
-                self._plan_compression(row)
-
-    def _plan_compression(self, row: Row) -> None:
-        """Find a row's next trigger."""
-        assert self.kv.compressor is not None
-        row.set_trigger(*self.kv.compressor.next_trigger(row))
+                self.kv.plan_trigger(row)
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
         """A step is lost: its rows end, with what was in flight before it."""
         logger.error("step %d failed with %d rows", self.steps, len(plan.rows), exc_info=error)
         failure = StepFailed(f"the step failed: {error!r}")
         for scheduled in plan.rows:
-            if scheduled.row.finish_reason is None:
-                self._outputs += self._fail(scheduled.row, failure)
+            row = scheduled.row.draft_of or scheduled.row
+            if row.finish_reason is None:
+                self._outputs += self._fail(row, failure)
 
     def _expect(self, row: Row) -> None:
         """A row's next token is on its way."""
+        if row.draft_of is not None:
+            row.expect(is_last=False)
+            return
         length = len(row.tokens) + 1
         generated = length - len(row.request.prompt_token_ids)
         row.expect(is_last=generated == row.request.params.max_tokens or length >= self.limits.max_model_len)
+
+    def close(self) -> None:
+        """End the prefix tier, after what is cached has been written to its outer store. No step is made afterwards."""
+        if self.tier is not None:
+            self.tier.close()
 
     def check(self) -> None:
         """Recount all memory.
@@ -373,7 +410,7 @@ class Engine:
         asked = self._config.kv_cache.params
         if params.kv_cache is not None:
             asked = KVCacheParams.from_dict(params.kv_cache, asked)
-        if asked is None or asked.is_full:
+        if asked is None or (asked.is_full and not asked.lossless):
             return None
         if self.kv.compressor is None:
             raise InvalidRequest("kv_cache is not available: this engine was built without policies", param="kv_cache")
@@ -405,6 +442,60 @@ class Engine:
         outputs = [out for r, token in both if r.finish_reason is None for out in self._append(r, token)]
         if is_first and request.prompt_logprobs is not None:
             outputs[0] = outputs[0]._replace(prompt_logprobs=request.prompt_logprobs)
+        return outputs
+
+    def _draft(self, cache: Row, result: RowResult) -> None:
+        """A small cache has said a token, or can say none. After an end token there is nothing to draft."""
+        row = cache.draft_of
+        assert row is not None
+        drafting = row.drafting
+        assert drafting is not None
+        if not cache.pending and not drafting.missing:  # the round ended with a token that the step was ahead of
+            return
+        token = result.tokens[0].token_id if result.tokens else None
+        if token is not None:
+            cache.append(token)
+            if cache.grammar is not None:
+                cache.grammar.advance(token)
+        if token is None or token in cache.request.stop_ids:
+            cache.settle()
+            drafting.length = len(drafting.tokens)
+        if not drafting.length:  # it would go on to say none
+            self.kv.give_up_drafts(row)
+
+    def _verify(self, scheduled: ScheduledRow, result: RowResult) -> list[EngineOutput]:
+        """Tell a row what the whole cache says: the drafts that agree with it, and the token after these."""
+        row, usage = scheduled.row, scheduled.row.request.kv_usage
+        assert row.drafting is not None
+        assert usage is not None
+        row.drafting.length = 0
+        if not result.tokens:
+            return self._fail(row, self._why_no_token(row))
+        drafted, accepted = len(scheduled.drafts), len(agreeing(scheduled.drafts, result.tokens))
+        row.drafting.record.note_round(drafted, accepted)
+        known = row.known
+        outputs = self._append_all(row, result.tokens[: accepted + 1])
+        accepted = min(accepted, row.known - known)  # what was drafted beyond the end is no part of the text
+        usage.rounds += 1
+        usage.drafted += drafted
+        usage.accepted += accepted
+        self.scheduler.rounds.counters.note(drafted, accepted)
+        return outputs
+
+    def _append_all(self, row: Row, tokens: Sequence[SampledToken]) -> list[EngineOutput]:
+        """A row gains tokens, those after its last left out."""
+        request = row.request
+        ids = [token.token_id for token in tokens]
+        last = min(self.limits.max_model_len, len(request.prompt_token_ids) + (request.params.max_tokens or 2**31))
+        is_shaped = row.history is not None or row.grammar is not None
+        if row.known + len(ids) < last and not is_shaped and request.stop_ids.isdisjoint(ids):
+            row.extend(ids)
+            return [EngineOutput(request, row.choice, token) for token in tokens]
+        outputs: list[EngineOutput] = []
+        for token in tokens:
+            outputs += self._append(row, token)
+            if row.finish_reason is not None:
+                break
         return outputs
 
     def _append(self, row: Row, token: SampledToken) -> list[EngineOutput]:
@@ -459,6 +550,8 @@ class Engine:
 
     def _note_idle(self, plan: StepPlan) -> list[EngineOutput]:
         """Nothing could be scheduled: harmless for a while, a stall when it lasts."""
+        if self.tier is not None and self.tier.wait():
+            return []
         self._idle_steps = self._idle_steps + 1 if self._requests and not plan.preempted else 0
         if self._idle_steps < self._config.scheduler.no_progress_steps:
             return []
@@ -472,3 +565,16 @@ class Engine:
                 f"{self.pool.total}"
             ),
         )
+
+
+def agreeing(drafts: Sequence[int], tokens: Sequence[SampledToken]) -> Sequence[int]:
+    """The drafts before the first that is not the token that was sampled in its place.
+
+    Where a draft was computed and no token could be sampled after it, what was computed is not relied on either.
+    """
+    count = 0
+    for draft, token in zip(drafts, tokens[:-1], strict=False):
+        if draft != token.token_id:
+            break
+        count += 1
+    return drafts[:count]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvikk.compress import KVCacheParams
-from kvikk.engine.request import Row, Saved
+from kvikk.engine.request import FinishReason, Row, Saved
 from kvikk.errors import PoolCorrupt
 from kvikk.memory import BlockPool, Body, FramePool, Held, Moves, frames_wanted, held_by, plan_compaction
 from kvikk.memory.body import IntArray
@@ -150,6 +150,8 @@ class KVMemory:
         self.compressor = compressor
         self.counters = CompactionCounters()
         self._bodies: set[Body] = set()
+        self._drafting: dict[Row, None] = {}
+        """Rows that have small caches to draft with, in the order in which they got them."""
 
     # Room
 
@@ -181,6 +183,7 @@ class KVMemory:
             self._give_up(row.body)
         row.body = row.saved = None
         row.body_blocks = 0
+        self.give_up_drafts(row)
 
     def check(self, rows: Iterable[Row]) -> None:
         """Recount everything against what all rows hold.
@@ -189,7 +192,9 @@ class KVMemory:
             PoolCorrupt: with the first disagreement found.
         """
         rows = list(rows)
+        caches = [row.drafting.cache for row in rows if row.drafting is not None]
         bodies = [row.body for row in rows if row.body is not None and row.saved is None]
+        bodies += [cache.body for cache in caches if cache is not None and cache.body is not None]
         if set(bodies) != self._bodies or len(bodies) != len(self._bodies):
             raise PoolCorrupt(f"{len(self._bodies)} bodies are known, rows have {len(bodies)}, or others")
         self.pool.check([*(row.blocks for row in rows), *self.prefix.holders(), *self.frames.holders()])
@@ -197,6 +202,21 @@ class KVMemory:
         self.prefix.check()
 
     # Compressed rows
+
+    def plan_trigger(self, row: Row, *, anew: bool = False) -> None:
+        """Find a row's next trigger, if it has any.
+
+        Args:
+            row: of which.
+            anew: it will be computed again: what it had at triggers before is gone.
+        """
+        params = row.request.kv_cache
+        if params is None or params.is_full or (params.lossless and params.drafts_by_lookup):
+            return
+        assert self.compressor is not None
+        if anew:
+            row.compress_at = None
+        row.set_trigger(*self.compressor.next_trigger(row))
 
     def compact(self, row: Row, room: Callable[[int, Row], bool]) -> bool:
         """A row is at its trigger: drop what its policy gives up, and give back the memory.
@@ -218,18 +238,79 @@ class KVMemory:
         if self.compressor.keeps_everything(row):
             return True
         fold_to = Position(row.front // self.page_size * self.page_size)  # a block that is part filled stays a block
-        choice = self.compressor.choose(row, self._held(row, row.blocks), fold_to)
+        everything = self._held(row, row.blocks)
+        choice = self.compressor.choose(row, everything, fold_to)
         in_body = 0 if row.body is None else int(row.body.lengths.sum())
         live = in_body + self.store.lanes * (row.front - row.tail_start)
         if int(choice.counts.sum()) == live and not choice.state:
             return True
         folded = row.blocks[: (fold_to - row.tail_start) // self.page_size]
         counts = choice.counts - (row.front - fold_to)
-        held = self._with_room(row, folded, counts, room)
+        held = self._with_room(row, everything, folded, counts, room)
         if held is None:
             return False
         frames_freed = self._pack(row, folded, held, choice, counts, fold_to)
         self._note(row, live / self.store.lanes, float(choice.counts.mean()), frames_freed)
+        return True
+
+    def copy_kept(self, row: Row) -> None:
+        """A lossless row is at its trigger: make its small cache anew, a copy of what its policy keeps.
+
+        It gets room as far as that takes nothing from other rows; without, the row goes on with none.
+
+        Args:
+            row: all its positions below `row.compress_at` are computed, and no more.
+
+        Raises:
+            KvikkError: the policy broke its contract; the row has no small cache.
+        """
+        assert self.compressor is not None
+        assert row.drafting is not None
+        self.give_up_drafts(row)
+        if self.compressor.keeps_everything(row):
+            return
+        stop = Position(row.front // self.page_size * self.page_size)
+        choice = self.compressor.choose(row, self._held(row, row.blocks), stop)
+        counts = choice.counts - (row.front - stop)
+        blocks = row.blocks[: stop // self.page_size]
+        held = held_by(
+            None, blocks, [False] * len(blocks),
+            length=row.front, lanes=self.store.lanes, page_size=self.page_size, device=self.store.device,
+        )  # fmt: skip
+        frames = int(frames_wanted(held, counts, self.page_size).sum())
+        if not self.make_room(self.frames.blocks_needed(frames)):
+            return
+        fresh = self.frames.take(frames)
+        keep = choice.keep[:, : held.live.shape[1]]
+        plan = plan_compaction(held, keep, counts, fresh, stop=stop, page_size=self.page_size)
+        self.store.move(plan.moves)
+        self._bodies.add(plan.body)
+        cache = Row(request=row.request, choice=row.choice, tokens=[], keys=[], body=plan.body, draft_of=row)
+        cache.body_blocks = -(-plan.body.frame_count(self.page_size) // self.store.lanes)
+        cache.is_running = True
+        row.drafting.cache = cache
+        self._drafting[row] = None
+        row.request.recount_blocks()
+        self._tell_usage(row, float(choice.counts.mean()), 0)
+
+    def give_up_drafts(self, row: Row) -> None:
+        """Take the small cache of a lossless row, if it has one. What was drafted in this round is forgotten."""
+        drafting = row.drafting
+        if drafting is None or drafting.cache is None:
+            return
+        cache, body = drafting.cache, drafting.cache.body
+        assert body is not None
+        self._give_up(body)
+        cache.blocks, cache.is_running, cache.finish_reason = [], False, FinishReason.ABORT
+        drafting.cache, drafting.length, drafting.base = None, 0, 0
+        del self._drafting[row]
+        row.request.recount_blocks()
+
+    def give_up_a_draft(self) -> bool:
+        """Take the small cache that was made last, for the sake of rows that need room; False: there is none."""
+        if not self._drafting:
+            return False
+        self.give_up_drafts(next(reversed(self._drafting)))
         return True
 
     def offload(self, row: Row) -> None:
@@ -294,24 +375,24 @@ class KVMemory:
         return frames - plan.body.frame_count(self.page_size)
 
     def _with_room(
-        self, row: Row, folded: Sequence[BlockId], counts: IntArray, room: Callable[[int, Row], bool]
+        self, row: Row, before: Held, folded: Sequence[BlockId], counts: IntArray, room: Callable[[int, Row], bool]
     ) -> Held | None:
         """The row's slots once there is room to compact them; None: the row has given up its memory for others.
 
         Finding room can move frames and lower the counts of blocks, so what was known of them before is not used again.
         """
         while True:
-            held = self._held(row, folded)
+            held = self._held(row, folded, before)
             blocks = self.frames.blocks_needed(int(frames_wanted(held, counts, self.page_size).sum()))
             if blocks <= self.pool.free:
                 return held
             indexed = [block for block in folded if self.pool.references(block) == 1 and self.pool.is_kept(block)]
             if blocks > self.pool.free + self.frames.joinable and indexed:
-                self.prefix.discard(indexed)
+                self.prefix.give_up(indexed)
             elif not room(blocks, row):
                 return None
 
-    def _held(self, row: Row, blocks: Sequence[BlockId]) -> Held:
+    def _held(self, row: Row, blocks: Sequence[BlockId], before: Held | None = None) -> Held:
         return held_by(
             row.body,
             blocks,
@@ -320,6 +401,7 @@ class KVMemory:
             lanes=self.store.lanes,
             page_size=self.page_size,
             device=self.store.device,
+            before=before,
         )
 
     def _note(self, row: Row, held: float, kept: float, frames_freed: int) -> None:
@@ -327,6 +409,9 @@ class KVMemory:
         self.counters.compactions += 1
         self.counters.dropped_tokens += held - kept
         self.counters.freed_frames += frames_freed
+        self._tell_usage(row, kept, frames_freed)
+
+    def _tell_usage(self, row: Row, kept: float, frames_freed: int) -> None:
         usage = row.request.kv_usage
         assert usage is not None
         usage.compactions += 1

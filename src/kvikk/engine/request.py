@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from kvikk.attention.plan import QueryRun
 from kvikk.compress import KVCacheParams
+from kvikk.engine.drafting import NGRAM, SMALL_CACHE, Acceptance, PromptLookup, RowDrafts
 from kvikk.engine.history import TokenHistory
 from kvikk.engine.logprobs import Logprob
 from kvikk.engine.queries import WatchedQueries
@@ -66,21 +67,81 @@ class KVCacheUsage:
 
     Args:
         policy: its name.
+        lossless: whether all is kept, and what is said of tokens and bytes is of the small caches to draft with.
         compactions: how often a row was compacted.
         tokens: logical tokens of the row that was compacted last, at that time.
         kept_tokens: of them, those it kept, in the mean over lanes.
         kept_bytes: of these, over all lanes.
         frames_freed: given back to the pool, less those taken to copy to.
         blocks_freed: what those amount to.
+        rounds: verifications of drafts.
+        drafted: tokens that were verified.
+        accepted: of these, the ones that the whole cache would have said too.
     """
 
     policy: str
+    lossless: bool = False
     compactions: int = 0
     tokens: int = 0
     kept_tokens: float = 0.0
     kept_bytes: int = 0
     frames_freed: int = 0
     blocks_freed: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Drafting:
+    """What a lossless row drafts with, and how far it is in its round.
+
+    Args:
+        cache: its small cache, as a row of its own: the body is a copy of what the policy keeps, the blocks are those
+            of the row's tail, and its tokens run ahead of the row's. None: there is none.
+        lookup: where it looks its drafts up instead; None: it does not.
+        record: what came of its drafts so far.
+        length: tokens to draft in this round; 0: none has begun.
+        base: tokens of the row when its last round began: those that its small cache has too.
+    """
+
+    record: RowDrafts
+    cache: Row | None = None
+    lookup: PromptLookup | None = None
+    length: int = 0
+    base: int = 0
+
+    @classmethod
+    def of(cls, params: KVCacheParams | None, tokens: Sequence[int]) -> Drafting | None:
+        """What a new row drafts with; None when it is not lossless."""
+        if params is None or not params.lossless:
+            return None
+        if params.drafts_by_lookup:
+            return cls(RowDrafts(Acceptance(NGRAM)), lookup=PromptLookup(tokens))
+        return cls(RowDrafts(Acceptance(SMALL_CACHE)))
+
+    @property
+    def missing(self) -> int:
+        """Tokens of the round that are still to be drafted."""
+        return self.length - len(self.tokens) if self.length else 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """What has been drafted in this round; the last ones may not be known yet."""
+        return [] if self.cache is None else self.cache.tokens[self.base :]
+
+    def begin(self, row: Row, length: int, page_size: int) -> None:
+        """Let the small cache go on from where its row is; all blocks that it will write to are the row's own."""
+        cache = self.cache
+        assert cache is not None
+        cache.settle()
+        del cache.tokens[self.base :]
+        cache.tokens += row.tokens[self.base :]
+        self.base, self.length = len(row.tokens), length
+        cache.blocks = row.blocks[cache.tail_start // page_size :]
+        cache.segments = [Segment(self.base - 1, self.base)]
+        cache.history = None if row.history is None else row.history.copy()
+        cache.grammar = None if row.grammar is None else row.grammar.copy()
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +187,8 @@ class Request:
         """The rows' blocks changed otherwise: count the distinct ones, and what the frames of bodies amount to."""
         self.held_blocks = len({block for row in self.rows for block in row.blocks})
         self.held_blocks += sum(row.body_blocks for row in self.rows)
+        drafting = [row.drafting.cache for row in self.rows if row.drafting is not None]
+        self.held_blocks += sum(cache.body_blocks for cache in drafting if cache is not None)
         self.peak_blocks = max(self.peak_blocks, self.held_blocks)
 
 
@@ -165,6 +228,10 @@ class Row:
     """Kept for penalties alone."""
     grammar: Grammar | None = None
     """The state after all tokens of the text."""
+    drafting: Drafting | None = None
+    """Of a lossless row: its KV is whole, and what it drafts with is beside it."""
+    draft_of: Row | None = None
+    """Of the small cache of a lossless row: that row. Nothing that it says is told to anyone."""
     pending: int = 0
     """Tokens at the end of `tokens` that are sampled on the device and not known here yet."""
     waits_for: BlockKey | None = None
@@ -236,6 +303,11 @@ class Row:
         if self.history is not None:
             self.history.append(token)
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Sampled tokens, at least one, of a row that keeps no history and has no token on its way."""
+        self.tokens += tokens
+        self.segments = [Segment(len(self.tokens) - 1, len(self.tokens))]
+
     def settle(self) -> None:
         """The row ends here: places that were kept stay empty."""
         del self.tokens[self.known :]
@@ -253,6 +325,7 @@ class Row:
             queries=None if self.queries is None else self.queries.own(),
             history=None if self.history is None else self.history.copy(),
             grammar=None if self.grammar is None else self.grammar.copy(),
+            drafting=Drafting.of(self.request.kv_cache, self.tokens),
         )
 
     def take(self, budget: int) -> list[QueryRun]:
@@ -280,9 +353,12 @@ class Row:
         """Runs that were taken will not be computed after all."""
         self.segments = [Segment(run.start, run.stop, run.write) for run in runs] + self.segments
 
-    def full_block_keys(self, page_size: int) -> list[BlockKey]:
-        """The keys of all full blocks of the tokens known now."""
-        full = extend_keys(self.keys, self.tokens, page_size, known=self.known)
+    def full_block_keys(self, page_size: int, then: Sequence[int] = ()) -> list[BlockKey]:
+        """The keys of all full blocks of the tokens known now, and of those that will come `then`."""
+        known = self.known
+        self.tokens += then  # for the while: a copy of a long row's tokens would take longer than all the rest
+        full = extend_keys(self.keys, self.tokens, page_size, known=known + len(then))
+        del self.tokens[len(self.tokens) - len(then) :]
         return self.keys[1 : full + 1]
 
     def reusable_keys(self, page_size: int) -> list[BlockKey]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -12,12 +14,14 @@ from torch import Tensor
 
 from kvikk.attention import AttentionBackend
 from kvikk.attention.plan import QueryRun
+from kvikk.engine.history import TokenHistory
 from kvikk.engine.logprobs import ROWS_AT_ONCE, Logprob, token_logprobs
 from kvikk.engine.padding import padded_size, spare_run
 from kvikk.engine.queries import QueryRecorder, WatchedQueries
 from kvikk.engine.request import Row
 from kvikk.engine.sampler import SampledToken, SamplingTask, sample
 from kvikk.engine.step import RowResult, ScheduledRow, StepPlan
+from kvikk.grammar import Grammar
 from kvikk.memory import KVStore
 from kvikk.models import CausalLM
 from kvikk.models.protocol import AttentionStep
@@ -62,17 +66,13 @@ class ModelRunner:
         samples = len(batch.sampled_at)
         sampled = iter(self._sample(plan.rows, hidden[:samples]) if samples else [])
         scored = iter(self._score(plan.rows, hidden[samples : len(wanted_at)]))
-        results = []
-        for scheduled in plan.rows:
-            drawn = [next(sampled) for _ in range(scheduled.samples)]
-            tokens = [token for token in drawn if token is not None]
-            results.append(
-                RowResult(
-                    tokens=tokens if len(tokens) == len(drawn) else [],
-                    prompt_logprobs=[next(scored) for _ in scheduled.scores],
-                )
+        return [
+            RowResult(
+                tokens=usable_tokens(scheduled, [next(sampled) for _ in range(scheduled.samples)]),
+                prompt_logprobs=[next(scored) for _ in scheduled.scores],
             )
-        return results
+            for scheduled in plan.rows
+        ]
 
     def _spare(self, rows: int) -> int:
         """Rows to add to `rows`: a CPU computes steps of few sizes, see `padding`."""
@@ -89,9 +89,9 @@ class ModelRunner:
         logits = self._logits(hidden)
         sampling = [scheduled for scheduled in rows if scheduled.samples]
         tasks = [task for scheduled in sampling for task in sampling_tasks(scheduled)]
-        if len(tasks) != len(sampling):  # a prompt that forks: its choices share one row of logits
-            repeats = torch.tensor([scheduled.samples for scheduled in sampling], device=logits.device)
-            logits = logits.repeat_interleave(repeats, dim=0)
+        if len(tasks) != len(logits):  # a prompt that forks: its choices share one row of logits
+            counts = [count for scheduled in sampling for count in _samples_of_queries(scheduled)]
+            logits = logits.repeat_interleave(torch.tensor(counts, device=logits.device), dim=0)
         return sample(logits, tasks)
 
     def _score(self, rows: list[ScheduledRow], hidden: Tensor) -> list[tuple[Logprob, ...]]:
@@ -123,14 +123,17 @@ def _flatten(rows: list[ScheduledRow]) -> _Batch:
     for scheduled in rows:
         for run in scheduled.runs:
             shift = len(batch.token_ids) - run.start
-            batch.token_ids.extend(scheduled.row.tokens[run.start : run.stop])
+            batch.token_ids.extend(scheduled.token_ids(run))
             batch.positions.extend(range(run.start, run.stop))
             scored = range(max(run.start, scheduled.scores.start), min(run.stop, scheduled.scores.stop))
             batch.scored_at.extend(position + shift for position in scored)
             if scheduled.row.watched:
                 batch.watched_at.extend(position + shift for position in _watched(scheduled.row, run))
-        if scheduled.samples:
-            batch.sampled_at.append(len(batch.token_ids) - 1)
+        end = len(batch.token_ids)
+        if scheduled.drafts:
+            batch.sampled_at.extend(range(end - scheduled.samples, end))
+        elif scheduled.samples:
+            batch.sampled_at.append(end - 1)
     return batch
 
 
@@ -157,18 +160,44 @@ def _hand_out(rows: list[ScheduledRow], recorder: QueryRecorder) -> None:
             at += len(positions)
 
 
+def _samples_of_queries(scheduled: ScheduledRow) -> list[int]:
+    """How many tokens are sampled after each of the queries after which any is."""
+    return [1] * scheduled.samples if scheduled.drafts else [scheduled.samples]
+
+
+def usable_tokens(scheduled: ScheduledRow, drawn: Sequence[SampledToken | None]) -> list[SampledToken]:
+    """What a row gets of what was drawn for it; see `RowResult`."""
+    tokens = [token for token in takewhile(lambda token: token is not None, drawn) if token is not None]
+    return tokens if scheduled.drafts or len(tokens) == len(drawn) else []
+
+
 def sampling_tasks(scheduled: ScheduledRow) -> list[SamplingTask]:
     """One task for each token that a row samples in this step."""
-    row, request = scheduled.row, scheduled.row.request
-    generated = len(row.tokens) - len(request.prompt_token_ids)
+    row = scheduled.row
+    if not scheduled.drafts:
+        return [_task(row, len(row.tokens), row.choice + i, row.history, row.grammar) for i in range(scheduled.samples)]
+    tasks = [_task(row, len(row.tokens), row.choice, row.history, row.grammar)]
+    history, grammar = row.history, row.grammar
+    for position, draft in enumerate(scheduled.drafts, len(row.tokens) + 1):
+        if history is not None:
+            history = history.copy()
+            history.append(draft)
+        if grammar is not None:
+            grammar = grammar.copy()
+            grammar.advance(draft)  # a draft that it does not allow is not what will be sampled before it
+        tasks.append(_task(row, position, row.choice, history, grammar))
+    return tasks
+
+
+def _task(row: Row, position: int, choice: int, history: TokenHistory | None, grammar: Grammar | None) -> SamplingTask:
+    """How the token at a position is sampled, after a history and in a state of its grammar."""
+    request = row.request
+    generated = position - len(request.prompt_token_ids)
     barred = request.stop_ids if generated < request.params.min_tokens else frozenset()
     allowed = None
-    if row.grammar is not None:
-        allowed, barred = _without(row.grammar.mask(), barred), frozenset()
-    return [
-        SamplingTask(request.params, request.seed, len(row.tokens), row.choice + i, barred, row.history, allowed)
-        for i in range(scheduled.samples)
-    ]
+    if grammar is not None:
+        allowed, barred = _without(grammar.mask(), barred), frozenset()
+    return SamplingTask(request.params, request.seed, position, choice, barred, history, allowed)
 
 
 def _without(allowed: NDArray[np.bool_], barred: frozenset[int]) -> NDArray[np.bool_]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import ceil
 
 from kvikk.engine.config import SchedulerConfig
 from kvikk.engine.kv import KVMemory
 from kvikk.engine.request import FinishReason, Row, Segment
+from kvikk.engine.rounds import DraftRounds
 from kvikk.engine.step import ScheduledRow, StepPlan
+from kvikk.engine.tier import EngineTier
 from kvikk.types import BlockId
 
 logger = logging.getLogger(__name__)
@@ -28,7 +30,9 @@ class Scheduler:
     row cannot be computed again, so what it holds is saved. The first row always gets on.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVMemory) -> None:
+    def __init__(
+        self, config: SchedulerConfig, kv: KVMemory, max_model_len: int, tier: EngineTier | None = None
+    ) -> None:
         self.config = config
         self.waiting: list[Row] = []
         self.running: list[Row] = []
@@ -38,9 +42,11 @@ class Scheduler:
         self._kv = kv
         self._pool = kv.pool
         self._prefix = kv.prefix
+        self._tier = tier
         self._page_size = kv.page_size
         self._step_tokens = config.step_tokens()
         self._reserve = ceil(config.admission_reserve * kv.pool.total)
+        self.rounds = DraftRounds(kv, max_model_len)
 
     def add(self, row: Row) -> None:
         """Queue a row by its arrival."""
@@ -52,15 +58,20 @@ class Scheduler:
         Every plan must be followed by `commit` or `roll_back`, or its rows removed.
         """
         plan = StepPlan()
-        prompts = []
+        prompts, drafting = [], []
         for row in list(self.running):
             if not row.is_running or row.is_due:  # it has just been preempted, or waits to be compacted
                 continue
             missing = row.missing_tokens
             if missing > 1:
                 prompts.append(row)
-            elif missing and self._make_tail_writable(row, plan):
-                plan.add(row, 1)
+            elif missing and self._make_tail_writable(row, plan):  # which preempts none of those before it
+                if row.drafting is None:
+                    plan.add(row, 1)
+                else:
+                    drafting.append(row)
+        if drafting:
+            self.rounds.schedule(drafting, plan, self._step_tokens)
         for row in prompts:
             if row.is_running and plan.tokens < self._step_tokens:
                 plan.add(row, self._step_tokens - plan.tokens)
@@ -68,22 +79,25 @@ class Scheduler:
             self._admit(plan)
         return plan
 
-    def commit(self, computed: Iterable[ScheduledRow]) -> None:
+    def commit(self, computed: Iterable[tuple[ScheduledRow, Sequence[int]]]) -> None:
         """This much of a plan has been computed: index the blocks that became full.
 
         The row may be planned further by now: what it has not computed yet is left to the next commit.
+
+        Args:
+            computed: with the drafts that turned out right, which the row has not been told yet.
         """
         if not self._prefix.enabled:
             return
-        for scheduled in computed:
+        for scheduled, accepted in computed:
             row = scheduled.row
             if row.blocks is not scheduled.runs[-1].blocks:  # it has lost its blocks since, and may have others
                 continue
             if row.body is not None:  # computed by reading what it keeps: nobody else's KV
                 continue
-            complete = scheduled.front // self._page_size
+            complete = (scheduled.front + len(accepted)) // self._page_size
             if complete > row.indexed_blocks:
-                keys = row.full_block_keys(self._page_size)[row.indexed_blocks : complete]
+                keys = row.full_block_keys(self._page_size, accepted)[row.indexed_blocks : complete]
                 for index, key in enumerate(keys, row.indexed_blocks):
                     self._prefix.insert(key, row.blocks[index], index)
                 self._prefix.unclaim(keys, row)
@@ -92,21 +106,25 @@ class Scheduler:
     def roll_back(self, plan: StepPlan) -> None:
         """A plan will not be carried out: its rows wait again, as after a preemption."""
         for scheduled in reversed(plan.rows):
-            if scheduled.row.is_running:
-                scheduled.row.give_back(scheduled.runs)
-                self._preempt(scheduled.row)
+            row = scheduled.row.draft_of or scheduled.row
+            if row.is_running:
+                if row is scheduled.row:
+                    row.give_back(scheduled.runs)
+                self._preempt(row)
 
     def note_due(self, rows: Iterable[Row]) -> None:
         """Some of these rows may have reached their triggers."""
         self.due += [row for row in rows if row.is_due and row not in self.due]
 
     def find_room(self, blocks: int, row: Row) -> bool:
-        """Come nearer to having so many blocks free for a running row: by joining and eviction, or by one preemption.
+        """Come nearer to having so many blocks free for a running row.
+
+        By joining and eviction, by giving up what a lossless row drafts with, or by one preemption.
 
         A preemption can also spare the row blocks, by leaving it alone with those that it shared: ask again for what
         it needs then. False when `row` itself was the last to arrive: it has been preempted.
         """
-        if self._kv.make_room(blocks):
+        if self._kv.make_room(blocks) or self._kv.give_up_a_draft():
             return True
         victim = self.running[-1]
         self._preempt(victim)
@@ -133,6 +151,8 @@ class Scheduler:
         elif row in self.waiting:
             self.waiting.remove(row)
             self._kv.release(row)
+            if self._tier is not None:
+                self._tier.forget(row)
 
     # Memory
 
@@ -191,6 +211,9 @@ class Scheduler:
                 self._prefix.unclaim(row.full_block_keys(self._page_size)[row.indexed_blocks :], row)
             self._kv.release(row)
             row.segments, row.queries, row.indexed_blocks = [], None, 0
+            if row.drafting is not None:
+                self._kv.give_up_drafts(row)
+                self._kv.plan_trigger(row, anew=True)
         row.request.recount_blocks()
 
     # Admission
@@ -198,10 +221,12 @@ class Scheduler:
     def _admit(self, plan: StepPlan) -> None:
         """Start waiting rows in order, while seats, tokens and blocks last.
 
-        A row whose blocks another one is computing is passed over until these are there; a row for which memory is
-        short is not, so that small ones behind it cannot keep it waiting. No more rows are looked at in a step than
-        there are seats: the first look at a row hashes its prompt.
+        A row whose blocks another one is computing, or the tier is bringing, is passed over until these are there. One
+        for which memory is short is not, so that small ones behind it cannot keep it waiting. No more rows are looked
+        at in a step than there are seats: the first look at a row hashes its prompt.
         """
+        if self._tier is not None:
+            self._tier.bring_in()
         seats = self.config.max_num_seqs - sum(row.unforked for row in self.running)
         for row in self.waiting[: self.config.max_num_seqs]:
             if plan.tokens >= self._step_tokens or row.unforked > seats:
@@ -212,9 +237,9 @@ class Scheduler:
                 if not self._resume(row):
                     return
                 seats -= 1
-                self.note_due([row])
-                if not row.is_due:
-                    plan.add(row, self._step_tokens - plan.tokens)
+                self._plan_first(row, plan)
+                continue
+            if self._tier is not None and self._tier.is_loading(row):
                 continue
             if row.waits_for is not None and self._prefix.is_claimed([row.waits_for]):
                 continue
@@ -224,19 +249,32 @@ class Scheduler:
             row.waits_for = next((key for key in missing_keys if self._prefix.is_claimed([key])), None)
             if row.waits_for is not None:
                 continue
-            if not self._start(row, hits):
+            if not self._has_room(row, hits):
                 return
+            if self._tier is not None and self._tier.load(row, keys, hits):
+                continue
+            self._start(row, hits)
             self._prefix.claim(missing_keys, row)
             seats -= row.unforked
+            self._plan_first(row, plan)
+
+    def _plan_first(self, row: Row, plan: StepPlan) -> None:
+        """Plan what a row computes that has just been seated: nothing where all below its trigger was there."""
+        self.note_due([row])
+        if not row.is_due:
             plan.add(row, self._step_tokens - plan.tokens)
 
-    def _start(self, row: Row, hits: list[BlockId | None]) -> bool:
-        """Give a row all the blocks its known tokens need, and its segments; False when there is no room."""
+    def _has_room(self, row: Row, hits: list[BlockId | None]) -> bool:
+        """Whether there are all the blocks that a row's known tokens need."""
         found = [block for block in hits if block is not None]
         needed = ceil(len(row.tokens) / self._page_size) - len(found)
         cached = sum(self._pool.references(block) == 0 for block in found)
-        if needed + cached + self._reserved(row) > self._kv.obtainable:
-            return False
+        return needed + cached + self._reserved(row) <= self._kv.obtainable
+
+    def _start(self, row: Row, hits: list[BlockId | None]) -> None:
+        """Give a row these blocks, and its segments; there is room."""
+        found = [block for block in hits if block is not None]
+        needed = ceil(len(row.tokens) / self._page_size) - len(found)
         self._prefix.acquire(found)
         self._kv.make_room(needed)
         fresh = iter(self._pool.take(needed))
@@ -248,7 +286,6 @@ class Scheduler:
             wanted_from = min(wanted_from, row.watched.start)
         row.segments = self._segments(length, hits, wanted_from=wanted_from)
         self._seat(row)
-        return True
 
     def _resume(self, row: Row) -> bool:
         """Give a compressed row its memory back; False when there is no room."""
@@ -263,12 +300,15 @@ class Scheduler:
     def _reserved(self, row: Row) -> int:
         """Blocks to leave free when a row is admitted: each running one may need another soon."""
         tails = sum(other.unforked for other in self.running) + row.unforked - 1
-        return max(self._reserve, tails) if self.running else 0
+        loading = 0 if self._tier is None else self._tier.awaited_blocks
+        return loading + (max(self._reserve, tails) if self.running else 0)
 
     def _seat(self, row: Row) -> None:
         row.is_running = True
         self.waiting.remove(row)
         insort(self.running, row, key=_arrival)
+        if self._tier is not None:
+            self._tier.forget(row)
         self._count(row)
         row.request.recount_blocks()
 

@@ -8,8 +8,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvikk.attention.plan import QueryRun
 from kvikk.engine.logprobs import Logprob
-from kvikk.engine.request import Row
+from kvikk.engine.request import NONE_SCORED, Row
 from kvikk.engine.sampler import SampledToken
+from kvikk.types import Position
 
 
 class ScheduledRow(NamedTuple):
@@ -21,6 +22,8 @@ class ScheduledRow(NamedTuple):
         samples: how many tokens are sampled after them; 0: none.
         scores: positions of the prompt among them of which the log-probability of the next token is wanted.
         front: the row's first position that is not computed after them.
+        drafts: tokens that are tried behind the row's own: the last run ends with them, and a token is sampled after
+            each of its queries.
     """
 
     row: Row
@@ -28,6 +31,12 @@ class ScheduledRow(NamedTuple):
     samples: int
     scores: range
     front: int
+    drafts: Sequence[int] = ()
+
+    def token_ids(self, run: QueryRun) -> list[int]:
+        """What a run computes."""
+        tokens = self.row.tokens[run.start : run.stop]
+        return [*tokens, *self.drafts] if self.drafts else tokens
 
     @property
     def is_watched(self) -> bool:
@@ -51,12 +60,22 @@ class StepPlan:
         scores = row.request.unscored(runs[-1].stop)
         self.rows.append(ScheduledRow(row, runs, 0 if row.segments else row.unforked, scores, row.front))
 
+    def add_verification(self, row: Row, drafts: Sequence[int]) -> None:
+        """Let a decoding row compute its last token and the drafts behind it, and sample after each."""
+        (segment,) = row.segments
+        row.segments = []
+        length = 1 + len(drafts)
+        run = QueryRun(row.blocks, Position(segment.start), length, segment.write)
+        self.tokens += length
+        self.rows.append(ScheduledRow(row, [run], length, NONE_SCORED, row.front, drafts))
+
 
 class RowResult(NamedTuple):
     """What a step gave one row.
 
     Args:
-        tokens: as many as its `samples`; none, where its logits were not finite or its grammar allowed no token.
+        tokens: as many as its `samples`; none, where its logits were not finite or its grammar allowed no token. Where
+            drafts were tried: those before the first such place.
         prompt_logprobs: of the tokens that follow its `scores`.
     """
 

@@ -33,6 +33,9 @@ class _Encoded(NamedTuple):
 class LLM:
     """A model and its KV memory, to be asked from one thread.
 
+    While it lives, garbage collections leave out all objects that are older than it, since going through them would
+    stop the host for many steps. Cycles among these are freed once it is gone, and its own memory at once.
+
     Args:
         model: local folder, GGUF file, or hub id; the bundled smollm2 when none is named.
         options: the command line's options with underscores: `LLM(kv_memory="4GiB", max_model_len=4096)`.
@@ -46,6 +49,10 @@ class LLM:
         self.config = build(EngineConfig, {"model": model, **options})
         self.loaded, self.engine, self.capacity = load_engine(self.config)
         self._writers: dict[str, RequestWriter] = {}
+
+    def close(self) -> None:
+        """End the prefix tier, after what is cached has been written to its store. Nothing is asked afterwards."""
+        self.engine.close()
 
     def get_tokenizer(self) -> Any:
         """The model's transformers tokenizer."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing
 import signal
@@ -14,7 +13,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvikk.engine import Capacity, Engine, EngineConfig, EngineOutput, load_engine
+from kvikk.engine import Capacity, Engine, EngineConfig, EngineOutput, TierStats, load_engine
 from kvikk.errors import InvalidRequest, KvikkError, QueueFull
 from kvikk.logs import set_up_logging
 from kvikk.server.errors import PinNotFound
@@ -75,9 +74,9 @@ def run_engine(config: EngineConfig, addresses: Addresses, max_waiting: int, log
     link = Link(addresses)
     try:
         loaded, engine, capacity = load_engine(config)
-        _freeze_heap()
         link.send(_ready(loaded.model.spec, engine, capacity, config))
         EngineLoop(engine, link, max_waiting=max_waiting).run()
+        engine.close()
     except BaseException as error:
         if not isinstance(error, KvikkError):
             logger.exception("the engine cannot go on")
@@ -85,13 +84,6 @@ def run_engine(config: EngineConfig, addresses: Addresses, max_waiting: int, log
         link.close()
         raise SystemExit(1) from None
     link.close()
-
-
-def _freeze_heap() -> None:
-    """What is there now stays: the collector need not look at it again, nor wait until as much again is garbage."""
-    gc.collect()
-    gc.freeze()
-    gc.collect()  # makes it forget how large the frozen heap was
 
 
 class Link:
@@ -315,6 +307,9 @@ class EngineLoop:
             compactions=engine.kv.counters.compactions,
             dropped_tokens=engine.kv.counters.dropped_tokens,
             freed_frames=engine.kv.counters.freed_frames,
+            tier=TierStats() if engine.tier is None else engine.tier.stats,
+            drafts=scheduler.rounds.counters.copy(),
+            fallbacks={str(reason): count for reason, count in scheduler.rounds.fallbacks.items()},
         )
 
     def _request_states(self) -> list[RequestState]:

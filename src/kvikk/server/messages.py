@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvikk.engine import KVCacheUsage, Logprob, SampledToken, SamplingParams
+from kvikk.engine import DraftCounters, KVCacheUsage, Logprob, SampledToken, SamplingParams, TierStats
 
 # Commands
 
@@ -140,6 +140,12 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     dropped_tokens: float = 0.0
     """Of compressed requests, in the mean over KV heads and layers."""
     freed_frames: int = 0
+    tier: TierStats = msgspec.field(default_factory=TierStats)
+    """Of the prefix tier; all zero where there is none."""
+    drafts: DraftCounters = msgspec.field(default_factory=DraftCounters)
+    """Of lossless requests."""
+    fallbacks: dict[str, int] = msgspec.field(default_factory=dict)
+    """How often a lossless request began to decode plainly, by reason."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

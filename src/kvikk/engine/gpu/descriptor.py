@@ -44,6 +44,7 @@ class StepShape:
         runs: rows with several.
         tokens: queries of these runs.
         outputs: tokens whose successor is sampled.
+        short_runs: queries of the longest run, where all runs verify a few drafts; 0: they are of any length.
         ragged: rows may have bodies, which take a plan for each layer.
         watched: queries may be kept.
     """
@@ -52,6 +53,7 @@ class StepShape:
     runs: int
     tokens: int
     outputs: int
+    short_runs: int = 0
     ragged: bool = False
     watched: bool = False
 
@@ -92,6 +94,8 @@ class StepContent:
         tokens: of the runs.
         commands: flat, `COMMAND` numbers each.
         writes: flat, `WRITE` numbers each.
+        longest_run: queries of the longest run.
+        only_verifies: no run is of a prompt.
         ragged: whether a row has a body.
         watched: whether queries of a row are kept.
     """
@@ -102,6 +106,8 @@ class StepContent:
     tokens: list[int] = field(default_factory=list)
     commands: list[int] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
+    longest_run: int = 0
+    only_verifies: bool = True
     ragged: bool = False
     watched: bool = False
 

@@ -91,7 +91,7 @@ class StepProgram:
             singles = Singles(rows, route)
         if shape.runs:
             attention = WorkListRuns(
-                store, spec.q_heads, runs=shape.runs, tokens=shape.tokens, max_slots=max_slots,
+                store, spec.q_heads, runs=shape.runs, tokens=shape.tokens, max_slots=max_slots, short=shape.short_runs,
                 ragged=shape.ragged, numerics=numerics, shared=shared,
             )  # fmt: skip
             i = self.inputs

@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvikk.attention import AttentionBackend
+from kvikk.attention.gpu.worklist import short_run_queries, short_run_sizes
 from kvikk.engine.gpu.bodies import BodyArena
 from kvikk.engine.gpu.descriptor import (
     COMMAND,
@@ -27,7 +28,7 @@ from kvikk.engine.gpu.program import Machine, StepProgram, Workspace
 from kvikk.engine.gpu.seats import Mirror, SeatMap, seat_command
 from kvikk.engine.gpu.state import SeatState
 from kvikk.engine.queries import WatchedQueries
-from kvikk.engine.runner import ModelRunner, sampling_tasks
+from kvikk.engine.runner import ModelRunner, sampling_tasks, usable_tokens
 from kvikk.engine.sampler import SampledToken, sample
 from kvikk.engine.step import RowResult, ScheduledRow, StepPlan
 from kvikk.memory import KVStore
@@ -65,6 +66,7 @@ class GpuRunner:
         numerics: of attention; the model is made for the same.
         enforce_eager: capture nothing.
         ragged: capture also, at the start, what serves compressed rows; else that waits for the first of them.
+        lossless: capture also, at the start, what verifies drafts; else that waits for the first of them.
         watch_window: queries that are kept of each row while captured steps run; steps that would have to keep more run
             uncaptured.
     """
@@ -81,23 +83,30 @@ class GpuRunner:
         numerics: Numerics = "fast",
         enforce_eager: bool = False,
         ragged: bool = False,
+        lossless: bool = False,
         watch_window: int = 0,
     ) -> None:
         is_cuda = store.device.type == "cuda"
         page = store.geometry.page_size
         max_blocks = -(-max_model_len // page)
         seats = 2 * max_rows  # a row that is not in a step may come back in the next
+        all_seats = 2 * seats  # as many for small caches of lossless rows
+        most_outputs = max(seats, max_tokens)
         self._plain = ModelRunner(model, store, backend)
         self._store = store
         self._max_rows = max_rows
         self._sizes = decode_sizes(max_rows)
+        self._group = model.spec.q_heads // max(store.geometry.kv_heads)
+        self._usual_outputs = min(64, max_rows)
+        """Of a step with prompts."""
         self._sizes_beside_prompts = [0, *(size for size in (16, 64) if size < max_rows), max_rows]
-        self._seats = SeatMap(seats, max_blocks, self._detach)
-        largest = StepShape(singles=max_rows, runs=max_tokens, tokens=2 * max_tokens, outputs=2 * max_rows)
+        self._seats = SeatMap(seats, max_blocks, self._detach, cache_seats=all_seats - seats)
+        largest = StepShape(singles=max_rows, runs=max_tokens, tokens=2 * max_tokens, outputs=2 * most_outputs)
         words = largest.fixed_words + COMMAND * max_rows + 2 * TABLE_WRITES
         self._descriptor = DescriptorBuffer(words, store.device)
-        self._arena = BodyArena(seats, store.lanes, len(store.frames), page, store.device)
+        self._arena = BodyArena(all_seats, store.lanes, len(store.frames), page, store.device)
         self._ragged = ragged
+        self._lossless = lossless
         geometry, spec = store.geometry, model.spec
         queries = None
         if watch_window:
@@ -108,7 +117,7 @@ class GpuRunner:
         self._machine = Machine(
             model=model,
             store=store,
-            state=SeatState(seats, max_blocks, store.device),
+            state=SeatState(all_seats, max_blocks, store.device),
             bodies=self._arena.bodies,
             watch_window=watch_window,
             queries=queries,
@@ -120,7 +129,7 @@ class GpuRunner:
         self._captured: dict[StepShape, StepProgram] = {}
         self._eager: dict[StepShape, StepProgram] = {}
         self._captures = is_cuda and not enforce_eager
-        self._tokens = [torch.zeros(2 * max_rows, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
+        self._tokens = [torch.zeros(most_outputs, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
         self._done = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
         self._turn = 0
         self.copies = 0
@@ -134,6 +143,13 @@ class GpuRunner:
         ]
         if self._ragged:
             shapes += [replace(shape, ragged=True, watched=self._machine.watch_window > 0) for shape in shapes]
+        if self._lossless:
+            shapes += [
+                _verification_shape(singles, tokens, short)
+                for singles in self._sizes_beside_prompts
+                for tokens in GRAPH_TOKENS
+                for short in short_run_sizes(self._group)
+            ]
         return sorted(shapes, key=lambda shape: (shape.runs > 0, shape.all_tokens), reverse=True)
 
     def warm_up(self, *, progress: bool = True) -> None:
@@ -162,7 +178,7 @@ class GpuRunner:
     def launch(self, plan: StepPlan) -> StartedStep | None:
         """See `engine.step.AheadRunner`."""
         for scheduled in plan.rows:
-            if self._needs_plain(scheduled) or (scheduled.samples and not is_plain(scheduled)):
+            if scheduled.drafts or self._needs_plain(scheduled) or (scheduled.samples and not is_plain(scheduled)):
                 return None
         return self._start(plan)
 
@@ -190,7 +206,7 @@ class GpuRunner:
         singles, commands, writes = content.singles, content.commands, content.writes
         of_singles: list[tuple[int, Mirror, int]] = []
         of_runs: list[tuple[int, Mirror, int]] = []
-        for index, (row, runs, samples, _, _) in enumerate(plan.rows):
+        for index, (row, runs, samples, _, _, drafts) in enumerate(plan.rows):
             mirror = self._seats.mirror(row, commands)
             self._seats.write_table(mirror, writes)
             if row.request.kv_cache is not None or mirror.seat in self._arena:
@@ -208,19 +224,26 @@ class GpuRunner:
                 for run in runs:
                     offset = len(content.tokens)
                     content.runs += (mirror.seat, run.start, run.length, offset if run.write else -1 - offset)
-                    content.tokens += row.tokens[run.start : run.stop]
-                if samples:
-                    of_runs.append((index, mirror, len(content.tokens) - 1))
+                    content.longest_run = max(content.longest_run, run.length)
+                    content.tokens += plan.rows[index].token_ids(run)
+                if drafts:
+                    end = len(content.tokens)
+                    of_runs += [(index, mirror, token) for token in range(end - samples, end)]
+                else:
+                    content.only_verifies = False
+                    if samples:
+                        of_runs.append((index, mirror, len(content.tokens) - 1))
         before_runs = self._singles_size(content) if of_runs else 0
         of_singles += [(index, mirror, before_runs + token) for index, mirror, token in of_runs]
         shaped = []
         for place, (index, mirror, token) in enumerate(of_singles):
             content.outputs += (token, mirror.seat)
-            if is_plain(plan.rows[index]):
-                mirror.position = len(mirror.row.tokens)
-            else:
-                mirror.position = -1
+            scheduled = plan.rows[index]
+            has_known_end = is_plain(scheduled)
+            if not has_known_end:
                 shaped.append(place)
+            # Where drafts were tried the host will say which of the tokens the row goes on from.
+            mirror.position = len(mirror.row.tokens) if has_known_end and not scheduled.drafts else -1
         return content, [index for index, _, _ in of_singles], shaped
 
     def _tell_body(self, mirror: Mirror, content: StepContent) -> None:
@@ -280,7 +303,7 @@ class GpuRunner:
     def _mixed_shape(self, singles: int, tokens: int, runs: int = 0, outputs: int = 0) -> StepShape:
         """The smallest shape with prompts that holds so much."""
         tokens = max(GRAPH_TOKENS[0], _power_of_two(tokens))
-        usual = min(64, self._max_rows)
+        usual = self._usual_outputs
         return StepShape(
             singles=singles,
             runs=max(size_runs(tokens), _power_of_two(runs)),
@@ -296,11 +319,16 @@ class GpuRunner:
         else:
             shape = _decode_shape(singles)
         watches = content.watched or (content.ragged and self._machine.watch_window > 0)
+        if content.tokens and content.only_verifies:
+            short = short_run_queries(self._group, content.longest_run)
+            shape = _verification_shape(singles, shape.tokens, short, len(content.runs) // RUN) if short else shape
         shape = replace(shape, ragged=content.ragged, watched=watches)
         if shape in self._captured:
             return self._captured[shape]
-        if self._captures and replace(shape, ragged=False, watched=False) in self._captured:
-            log.info("capturing a graph for compressed rows: %s", shape)
+        is_like_a_captured_one = replace(shape, ragged=False, watched=False) in self._captured
+        is_like_a_captured_one |= 0 < shape.tokens <= GRAPH_TOKENS[-1] and shape.short_runs > 0
+        if self._captures and is_like_a_captured_one:
+            log.info("capturing a graph for compressed rows or for verifying drafts: %s", shape)
             return self._capture(shape)
         program = self._eager.pop(shape, None) or StepProgram(self._machine, shape)
         self._eager[shape] = program
@@ -342,10 +370,17 @@ class StartedStep:
         """See `engine.step.PendingStep`."""
         if self.done is not None:
             self.done.synchronize()
-        results = [NO_TOKEN] * len(self.plan.rows)
+        rows = self.plan.rows
+        results = [NO_TOKEN] * len(rows)
+        verified: dict[int, list[SampledToken | None]] = {}
         for index, token in zip(self.sampled, self.tokens.tolist(), strict=True):
-            if token >= 0:
-                results[index] = RowResult([SampledToken(token)])
+            found = SampledToken(token) if token >= 0 else None
+            if rows[index].drafts:
+                verified.setdefault(index, []).append(found)
+            elif found is not None:
+                results[index] = RowResult([found])
+        for index, drawn in verified.items():
+            results[index] = RowResult(usable_tokens(rows[index], drawn))
         if self.shaped:
             self._sample_on_host(results)
         return results
@@ -354,14 +389,19 @@ class StartedStep:
     def _sample_on_host(self, results: list[RowResult]) -> None:
         """Sample what the device cannot: grammars, penalties, biases, log-probabilities, texts that fork."""
         assert self.program.logits is not None
-        rows = [self.plan.rows[self.sampled[place]] for place in self.shaped]
-        tasks = [sampling_tasks(scheduled) for scheduled in rows]
-        places = [place for place, of_row in zip(self.shaped, tasks, strict=True) for _ in of_row]
-        drawn = iter(sample(self.program.logits[places], [task for of_row in tasks for task in of_row]))
-        for place, scheduled in zip(self.shaped, rows, strict=True):
-            tokens = [next(drawn) for _ in range(scheduled.samples)]
-            known = [token for token in tokens if token is not None]
-            results[self.sampled[place]] = RowResult(known) if len(known) == len(tokens) else NO_TOKEN
+        places: dict[int, list[int]] = {}
+        for place in self.shaped:
+            places.setdefault(self.sampled[place], []).append(place)
+        rows = self.plan.rows
+        tasks = [task for index in places for task in sampling_tasks(rows[index])]
+        of_tasks = [  # the texts of a prompt that forks share a place, drafts have one each
+            place
+            for index, own in places.items()
+            for place in (own if rows[index].drafts else own * rows[index].samples)
+        ]
+        drawn = iter(sample(self.program.logits[of_tasks], tasks))
+        for index in places:
+            results[index] = RowResult(usable_tokens(rows[index], [next(drawn) for _ in range(rows[index].samples)]))
 
 
 def size_runs(tokens: int) -> int:
@@ -373,6 +413,19 @@ def _decode_shape(rows: int) -> StepShape:
     return StepShape(singles=rows, runs=0, tokens=0, outputs=rows)
 
 
+def size_verifications(tokens: int) -> int:
+    """Runs that a step of so many tokens to verify has at the most: each has two."""
+    return tokens // 2
+
+
+def _verification_shape(singles: int, tokens: int, short: int, runs: int = 0) -> StepShape:
+    """Of a step whose runs all verify drafts: a token is sampled after each query."""
+    runs = max(size_verifications(tokens), _power_of_two(runs))
+    return StepShape(
+        singles=singles, runs=runs, tokens=tokens, outputs=_power_of_two(singles + tokens), short_runs=short
+    )
+
+
 def _power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
@@ -380,7 +433,7 @@ def _power_of_two(number: int) -> int:
 def is_plain(scheduled: ScheduledRow) -> bool:
     """Whether nothing but the device's own sampling parameters shapes the row's next token."""
     request = scheduled.row.request
-    if not request.is_plain or scheduled.samples > 1:
+    if not request.is_plain or (scheduled.samples > 1 and not scheduled.drafts):
         return False
     least = request.params.min_tokens
     return not least or len(scheduled.row.tokens) - len(request.prompt_token_ids) >= least or not request.stop_ids

@@ -43,10 +43,20 @@ class SeatMap:
         seats: how many there are; at least the rows of a step.
         max_blocks: entries of a row's table.
         on_forget: told of each row that loses its seat.
+        cache_seats: how many there are behind the others for small caches of lossless rows.
     """
 
-    def __init__(self, seats: int, max_blocks: int, on_forget: Callable[[Mirror], None] | None = None) -> None:
+    def __init__(
+        self,
+        seats: int,
+        max_blocks: int,
+        on_forget: Callable[[Mirror], None] | None = None,
+        *,
+        cache_seats: int = 0,
+    ) -> None:
+        self._seats = seats
         self._free = list(range(seats))
+        self._free_of_caches = list(range(seats, seats + cache_seats))
         self._mirrors: dict[Row, Mirror] = {}
         self._max_blocks = max_blocks
         self._on_forget = on_forget
@@ -58,9 +68,10 @@ class SeatMap:
         """The row's mirror; a row that had none gets a seat, and a command that tells of it."""
         mirror = self._mirrors.get(row)
         if mirror is None:
-            if not self._free:
+            free = self._free if row.draft_of is None else self._free_of_caches
+            if not free:
                 self.forget([other for other in self._mirrors if not other.is_running])
-            mirror = self._mirrors[row] = Mirror(row, self._free.pop())
+            mirror = self._mirrors[row] = Mirror(row, free.pop())
             commands.extend(seat_command(mirror))
         return mirror
 
@@ -92,7 +103,7 @@ class SeatMap:
             if mirror is not None:
                 if self._on_forget is not None:
                     self._on_forget(mirror)
-                self._free.append(mirror.seat)
+                (self._free if mirror.seat < self._seats else self._free_of_caches).append(mirror.seat)
 
 
 def seat_command(mirror: Mirror) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from kvikk.server.messages import Ready, Stats
 from kvikk.server.metrics.instruments import Instruments
-from kvikk.server.metrics.kinds import MODEL, EngineCounter, EngineInfo, EngineValue
+from kvikk.server.metrics.kinds import MODEL, EngineCounter, EngineCounterBy, EngineInfo, EngineValue
 from kvikk.server.metrics.recent import RecentStats
 from kvikk.server.metrics.table import TABLE
 from kvikk.server.metrics.timeline import Timeline
@@ -85,6 +85,12 @@ class Metrics(Collector):
                 info = GaugeMetricFamily(metric.full_name, metric.help, labels=[MODEL, *labels])
                 info.add_metric([self._model_name, *labels.values()], 1)
                 yield info
+            elif isinstance(metric, EngineCounterBy):
+                counts = metric.counts(self._stats)
+                counter = CounterMetricFamily(metric.full_name, metric.help, labels=[MODEL, metric.label])
+                for value in metric.values:
+                    counter.add_metric([self._model_name, value], counts.get(value, 0))
+                yield counter
             elif isinstance(metric, EngineValue):
                 kind = CounterMetricFamily if isinstance(metric, EngineCounter) else GaugeMetricFamily
                 family = kind(metric.full_name, metric.help, labels=[MODEL])

@@ -65,6 +65,30 @@ class EngineCounter(EngineValue):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineCounterBy(Metric):
+    """Something that the engine counts apart by one label.
+
+    Args:
+        label: its name.
+        values: what it can be: each shows from the start, as 0.
+        counts: the counters by the label's value; those that are not in it are 0.
+    """
+
+    kind: ClassVar[str] = "counter"
+
+    label: str
+    values: tuple[str, ...]
+    counts: Callable[[Stats], Mapping[str, float]]
+
+    @property
+    def label_help(self) -> str:
+        """The label's name and values; numbers in a row by the first and the last."""
+        if all(value.isdecimal() for value in self.values):
+            return f"`{self.label}`: {self.values[0]} to {self.values[-1]}"
+        return f"`{self.label}`: {', '.join(self.values)}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineInfo(Metric):
     """Always 1; what it says is in its labels."""
 

@@ -8,10 +8,20 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from kvikk.compress.config import MAX_DRAFT_TOKENS
 from kvikk.engine import FinishReason
+from kvikk.engine.drafting import Fallback
 from kvikk.errors import PromptTooLong, QueueFull
 from kvikk.server.messages import Stats
-from kvikk.server.metrics.kinds import EngineCounter, EngineGauge, EngineInfo, FrontCounter, FrontHistogram, Metric
+from kvikk.server.metrics.kinds import (
+    EngineCounter,
+    EngineCounterBy,
+    EngineGauge,
+    EngineInfo,
+    FrontCounter,
+    FrontHistogram,
+    Metric,
+)
 
 
 class AbortCause(StrEnum):
@@ -112,8 +122,8 @@ TABLE: tuple[Metric, ...] = (
     ),
     EngineCounter(
         name="prefix_cache_hits",
-        help="Prompt tokens of new requests that were found there. A preempted request that comes back counts in "
-        "neither: see `kvikk:preempted_tokens_resumed_total`.",
+        help="Prompt tokens of new requests that were found there, or brought there by the prefix tier. A preempted "
+        "request that comes back counts in neither: see `kvikk:preempted_tokens_resumed_total`.",
         value=lambda stats: stats.prefix_hits,
         is_vllm=True,
     ),
@@ -126,6 +136,64 @@ TABLE: tuple[Metric, ...] = (
         name="kv_blocks_evicted",
         help="Blocks that left the prefix cache: to make room, or by a reset.",
         value=lambda stats: stats.evicted_blocks,
+    ),
+    EngineCounter(
+        name="prefix_tier_queries",
+        help="Tokens that the prefix cache lacked and the prefix tier was asked for, in whole blocks.",
+        value=lambda stats: stats.tier.queries,
+    ),
+    EngineCounter(
+        name="prefix_tier_host_hits",
+        help="Tokens that came back from the tier's part of the host's memory, instead of being computed. A request "
+        "that uses them counts them in `kvikk:prefix_cache_hits_total`, too.",
+        value=lambda stats: stats.tier.host_hits,
+    ),
+    EngineCounter(
+        name="prefix_tier_store_hits",
+        help="The same of the tier's outer store: a folder, an object store or Redis.",
+        value=lambda stats: stats.tier.store_hits,
+    ),
+    EngineCounter(
+        name="prefix_tier_blocks_stored",
+        help="Evicted blocks that the host's memory took in.",
+        value=lambda stats: stats.tier.stored,
+    ),
+    EngineCounter(
+        name="prefix_tier_blocks_written",
+        help="Evicted blocks that were written to the outer store, which did not have them.",
+        value=lambda stats: stats.tier.written,
+    ),
+    EngineCounter(
+        name="prefix_tier_blocks_dropped",
+        help="Evicted blocks that were not taken in or written, as what carries them was busy, or the outer store was "
+        "left alone after a failure.",
+        value=lambda stats: stats.tier.dropped,
+    ),
+    EngineCounter(
+        name="prefix_tier_blocks_damaged",
+        help="Blocks of the outer store with a wrong checksum, or of another version or layout: deleted, and computed "
+        "again.",
+        value=lambda stats: stats.tier.damaged,
+    ),
+    EngineCounter(
+        name="prefix_tier_failures",
+        help="Calls of the outer store that failed.",
+        value=lambda stats: stats.tier.failures,
+    ),
+    EngineCounter(
+        name="prefix_tier_late",
+        help="Requests that waited for the tier as long as they may, and were then computed.",
+        value=lambda stats: stats.tier.late,
+    ),
+    EngineGauge(
+        name="prefix_tier_host_bytes",
+        help="Bytes of evicted blocks in the host's memory.",
+        value=lambda stats: stats.tier.host_bytes,
+    ),
+    EngineGauge(
+        name="prefix_tier_pause_seconds",
+        help="How long the outer store is being left alone, after a failure or since it was too slow; 0: it is used.",
+        value=lambda stats: stats.tier.pause_s,
     ),
     EngineCounter(
         name="kv_compactions",
@@ -141,6 +209,41 @@ TABLE: tuple[Metric, ...] = (
         name="kv_frames_freed",
         help="Frames (a block of one KV head of one layer) that compaction gave back, less those it took to copy to.",
         value=lambda stats: stats.freed_frames,
+    ),
+    EngineCounter(
+        name="spec_decode_num_drafts",
+        help="Drafts of lossless requests that were verified on the whole cache.",
+        value=lambda stats: stats.drafts.rounds,
+        is_vllm=True,
+    ),
+    EngineCounter(
+        name="spec_decode_num_draft_tokens",
+        help="Tokens of these drafts.",
+        value=lambda stats: stats.drafts.drafted,
+        is_vllm=True,
+    ),
+    EngineCounter(
+        name="spec_decode_num_accepted_tokens",
+        help="Those of them that the whole cache would have said too, and that became text. Each verification gives "
+        "another token besides.",
+        value=lambda stats: stats.drafts.accepted,
+        is_vllm=True,
+    ),
+    EngineCounterBy(
+        name="spec_decode_num_accepted_tokens_per_pos",
+        help="The same by their place in the draft, from 0.",
+        label="position",
+        values=tuple(map(str, range(MAX_DRAFT_TOKENS))),
+        counts=lambda stats: {str(place): count for place, count in enumerate(stats.drafts.accepted_at)},
+        is_vllm=True,
+    ),
+    EngineCounterBy(
+        name="lossless_fallbacks",
+        help="Times that a text of a lossless request began to be decoded plainly: too few of its drafts were accepted "
+        "(misses), too few of the other requests' (mates), or drafting would not pay if all were (cost).",
+        label="reason",
+        values=tuple(Fallback),
+        counts=lambda stats: stats.fallbacks,
     ),
     EngineCounter(
         name="num_preemptions",

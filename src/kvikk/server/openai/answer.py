@@ -65,8 +65,8 @@ def _kv_cache(usages: Sequence[KVCacheUsage]) -> KVCacheDetails | None:
     """The sum over the prompts of a request; None where nothing is compressed."""
     if not usages:
         return None
-    counts = {each.name: sum(getattr(usage, each.name) for usage in usages) for each in fields(KVCacheUsage)[1:]}
-    return KVCacheDetails(policy=usages[0].policy, **counts)
+    counts = {each.name: sum(getattr(usage, each.name) for usage in usages) for each in fields(KVCacheUsage)[2:]}
+    return KVCacheDetails(policy=usages[0].policy, lossless=usages[0].lossless, **counts)
 
 
 async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece]]:

@@ -101,7 +101,7 @@ class GenerationBody(Body):
     guided_grammar: str | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     kv_cache: dict[str, Any] | None = Field(
-        default=None, description="What is kept of the KV: policy, budget, trigger and so on, over the server's own."
+        default=None, description="What is kept of the KV, and whether it is lossless, over the server's own."
     )
     cache_salt: str | None = Field(
         default=None, max_length=256, description="Only requests with the same salt share cached prefixes."
@@ -174,6 +174,6 @@ class PinBody(Body):
     prompt: str | Annotated[list[TokenId], Field(min_length=1)] | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
     kv_cache: dict[str, Any] | None = Field(
-        default=None, description="What is kept of the KV: policy, budget, trigger and so on, over the server's own."
+        default=None, description="What is kept of the KV, and whether it is lossless, over the server's own."
     )
     cache_salt: str | None = Field(default=None, max_length=256)

@@ -32,15 +32,21 @@ class KVCacheDetails(BaseModel):
     """What was kept of the request's KV, at its last compaction: the sum over the prompts of a request.
 
     `kept_tokens` is the mean over KV heads and layers. Frames and blocks were given back over the request's life.
+    A lossless request keeps all, and what is told here is what it drafts with; of its `drafted` tokens, which were
+    verified in so many `rounds`, the `accepted` ones are part of the text. Other requests have 0 of each.
     """
 
     policy: str
+    lossless: bool
     compactions: int
     tokens: int
     kept_tokens: float
     kept_bytes: int
     frames_freed: int
     blocks_freed: int
+    rounds: int
+    drafted: int
+    accepted: int
 
 
 class Usage(BaseModel):

@@ -169,4 +169,7 @@ def _kept(state: RequestState) -> str:
     usage = state.kv_cache
     if usage is None:
         return "all"
-    return f"{share(round(usage.kept_tokens), usage.tokens)}, {usage.policy}" if usage.compactions else "all yet"
+    if not usage.compactions:
+        return "all" if usage.lossless else "all yet"
+    kept = f"{share(round(usage.kept_tokens), usage.tokens)}, {usage.policy}"
+    return f"all, drafts on {kept}" if usage.lossless else kept

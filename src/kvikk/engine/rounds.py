@@ -1,0 +1,225 @@
+"""What lossless rows do in a step: draft, verify, or decode plainly.
+
+Rows with small caches draft together, and are then verified together: in the steps of a round each row that takes
+part drafts a token, and the step after them computes all drafts over the whole caches. Rows that have drafted what they
+are to wait for the others, so that the whole KV is read once a round, in one step, and the small caches alone in the
+others. Rows that look their drafts up have them at once, and are verified in every step, as plain rows are computed in
+each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvikk.compress import KVCacheParams
+from kvikk.compress.config import MAX_DRAFT_TOKENS
+from kvikk.engine.drafting import Fallback, RoundPlan, StepKind, StepTimes, plan_round
+from kvikk.engine.kv import KVMemory
+from kvikk.engine.request import UNKNOWN, Drafting, Row
+from kvikk.engine.step import StepPlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class DraftCounters:
+    """Of all verifications since the start; only ever grow."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    """By the place in the draft, as far as any was accepted."""
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Drafts of a row were verified, and the first `accepted` of them are part of its text."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.accepted_at += [0] * (accepted - len(self.accepted_at))
+        for place in range(accepted):
+            self.accepted_at[place] += 1
+
+    def copy(self) -> DraftCounters:
+        """As they stand."""
+        return DraftCounters(self.rounds, self.drafted, self.accepted, [*self.accepted_at])
+
+
+class DraftRounds:
+    """Plans the steps of lossless rows.
+
+    Args:
+        kv: their memory.
+        max_model_len: tokens of the longest sequence.
+    """
+
+    def __init__(self, kv: KVMemory, max_model_len: int) -> None:
+        self.times = StepTimes()
+        self.counters = DraftCounters()
+        self.fallbacks: Counter[Fallback] = Counter()
+        """How often a row began to decode plainly, and why."""
+        self.promised_gain: float | None = None
+        """How much faster than plainly the rows that began a round last would be, at best; None: not known yet."""
+        self._kv = kv
+        self._page_size = kv.page_size
+        self._max_model_len = max_model_len
+
+    def schedule(self, rows: Sequence[Row], plan: StepPlan, step_tokens: int) -> None:
+        """Add what decoding lossless rows do next to a step.
+
+        Args:
+            rows: running ones, whose last token is all that they have to compute, each with a block of its own for
+                it; of small caches none.
+            plan: has the other decoding rows.
+            step_tokens: of the step, at the most.
+        """
+        looking = [row for row in rows if _state(row).lookup is not None]
+        drafting = [row for row in rows if _state(row).lookup is None]
+        self._look_up(looking, plan, step_tokens - len(drafting))
+        self._draft(drafting, plan, step_tokens)
+
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long; those that tell something of lossless rows are remembered."""
+        kinds = {
+            StepKind.DRAFT if each.row.draft_of is not None
+            else StepKind.VERIFY if each.drafts
+            else StepKind.PLAIN if each.samples == 1 and each.runs[0].length == 1
+            else None
+            for each in plan.rows
+        }  # fmt: skip
+        if StepKind.VERIFY in kinds:  # rows without drafts in it are plain ones: they cost what their last token does
+            kinds.discard(StepKind.PLAIN)
+        (kind, *others) = kinds
+        if kind is not None and not others and seconds > 0:
+            self.times.record(kind, rows=len(plan.rows), tokens=plan.tokens, seconds=seconds)
+
+    # Rows that look up
+
+    def _look_up(self, rows: Sequence[Row], plan: StepPlan, step_tokens: int) -> None:
+        known = self._ready(rows, plan)
+        drafts = []
+        for row in known:
+            lookup = _state(row).lookup
+            assert lookup is not None
+            lookup.extend(row.tokens[len(lookup) :])
+            most = self._most(row)
+            drafts.append(lookup.propose(most) if most else [])
+        spare = step_tokens - plan.tokens - len(known)  # each computes its last token in any case
+        lengths = self._plan(known, [len(found) for found in drafts], drafts_are_free=True).lengths if known else []
+        for row, found, length in zip(known, drafts, lengths, strict=True):
+            length = self._with_room(row, min(length, max(0, spare)))
+            spare -= length
+            self._add(row, found[:length], plan)
+
+    # Rows with small caches
+
+    def _draft(self, rows: Sequence[Row], plan: StepPlan, step_tokens: int) -> None:
+        """Begin rounds, go on with them, or verify what has been drafted in them."""
+        begun = [row for row in rows if _state(row).length]
+        fresh = [row for row in rows if not _state(row).length]
+        longest = max((_state(row).missing for row in begun), default=0)
+        if begun and not longest:
+            self._verify(begun, fresh, plan, step_tokens)
+            return
+        ready = self._ready(fresh, plan) if fresh else []
+        if ready:
+            most = [self._most(row) for row in ready]
+            if longest:  # others are in the midst of a round
+                most = [min(each, longest) for each in most]
+            for row, length in zip(ready, self._plan(ready, most).lengths, strict=True):
+                length = self._with_room(row, length)
+                if length:
+                    _state(row).begin(row, length, self._page_size)
+                    begun.append(row)
+                else:
+                    self._add(row, [], plan)
+        for row in begun:
+            state = _state(row)
+            if state.missing:
+                assert state.cache is not None
+                plan.add(state.cache, 1)
+
+    def _verify(self, begun: Sequence[Row], fresh: Sequence[Row], plan: StepPlan, step_tokens: int) -> None:
+        """End a round once all drafts are known, with as many as the step has room for; other rows decode plainly in it."""
+        drafts = [_state(row).tokens for row in begun]
+        if any(UNKNOWN in drafted for drafted in drafts):
+            return
+        for row in self._ready(fresh, plan):
+            self._add(row, [], plan)
+        spare = max(0, step_tokens - plan.tokens - len(begun))  # each computes its last token in any case
+        for row, drafted in zip(begun, drafts, strict=True):
+            self._add(row, drafted[:spare], plan)
+            spare -= len(drafted[:spare])
+
+    # Both
+
+    def _ready(self, rows: Sequence[Row], plan: StepPlan) -> list[Row]:
+        """The rows that can begin something; those whose last token is not known yet go on plainly, or wait for it."""
+        ready = []
+        for row in rows:
+            state = _state(row)
+            goes_on = state.cache is None and state.lookup is None
+            goes_on = goes_on or (state.record.fallback is not None and not state.record.is_due)
+            if not row.pending:
+                ready.append(row)
+            elif goes_on:
+                self._add(row, [], plan)
+        return ready
+
+    def _add(self, row: Row, drafts: Sequence[int], plan: StepPlan) -> None:
+        """Verify drafts in this step; without any, decode plainly."""
+        state = _state(row)
+        if drafts:
+            plan.add_verification(row, drafts)
+        else:
+            state.length = 0
+            state.record.note_round(0, 0)
+            plan.add(row, 1)
+
+    def _plan(self, rows: Sequence[Row], most: list[int], *, drafts_are_free: bool = False) -> RoundPlan:
+        """How many tokens rows draft now: as many as pay, or as their requests say."""
+        costs = self.times.costs(len(rows), drafts_are_free=drafts_are_free)
+        planned = plan_round([_state(row).record for row in rows], most, costs)
+        if planned.best is not None:
+            self.promised_gain = planned.best.tokens_per_s / planned.best.plain_tokens_per_s
+        for index, reason in planned.fell_back:
+            self.fallbacks[reason] += 1
+            logger.info("%s decodes plainly for now, as drafting does not pay: %s", rows[index].id, reason)
+        for index, row in enumerate(rows):
+            asked = _params(row).draft_tokens
+            if asked is not None:
+                planned.lengths[index] = min(asked, most[index])
+        return planned
+
+    def _most(self, row: Row) -> int:
+        """How many tokens a row may draft now."""
+        request, state = row.request, _state(row)
+        if state.cache is None and state.lookup is None:
+            return 0
+        ends = [MAX_DRAFT_TOKENS, self._max_model_len - len(row.tokens) - 1]
+        if request.params.max_tokens is not None:  # a text's last token need not be drafted
+            ends.append(request.params.max_tokens - (len(row.tokens) - len(request.prompt_token_ids)) - 1)
+        if row.compress_at is not None:
+            ends.append(row.compress_at - len(row.tokens))
+        return max(0, min(ends))
+
+    def _with_room(self, row: Row, length: int) -> int:
+        """Give a row blocks for the tokens that it drafts, as far as that takes nothing from other rows."""
+        blocks = -(-(len(row.tokens) + length) // self._page_size) - len(row.blocks)
+        if blocks > 0 and self._kv.make_room(blocks):
+            row.blocks += self._kv.pool.take(blocks)
+            row.request.recount_blocks()
+        return min(length, len(row.blocks) * self._page_size - len(row.tokens))
+
+
+def _state(row: Row) -> Drafting:
+    assert row.drafting is not None
+    return row.drafting
+
+
+def _params(row: Row) -> KVCacheParams:
+    assert row.request.kv_cache is not None
+    return row.request.kv_cache
