@@ -132,6 +132,7 @@ def test_demo_computes_the_document_once(capsys: pytest.CaptureFixture[str], mon
     assert prompt == computed + cached
     assert cached >= 2 * 880
     assert computed < 1300
+    assert "exactly the answer of the whole cache; " in out
     assert "pool check" in out
 
 

@@ -50,8 +50,8 @@ LANES = 3
 VOCABULARY = 50
 EOS = 7
 FORM, STRICT_FORM = StructuredOutputsParams(regex="lax"), StructuredOutputsParams(regex="strict")
-STEP_S, WHOLE_STEP_S = 0.01, 0.04
-"""What each step takes, and what more when rows read their whole caches."""
+STEP_S, DRAFT_STEP_S = 0.01, 0.002
+"""What a step takes, and one in which small caches alone are read."""
 GARBAGE = -1
 """What a slot holds that no prefix stands for."""
 DRAFTED = -2
@@ -117,8 +117,6 @@ def expected_scores(prompt: list[int]) -> list[tuple[Logprob, ...] | None]:
 
 
 class Clock:
-    """Time goes on by itself a little in each step, and more in those that read whole caches."""
-
     def __init__(self) -> None:
         self.now = 0.0
 
@@ -329,8 +327,8 @@ class ShadowRunner:
         assert self.pool is not None
         self.last_plan = plan
         self.largest_step = max(self.largest_step, plan.tokens)
-        if any(scheduled.row.draft_of is None for scheduled in plan.rows):
-            self.clock.now += WHOLE_STEP_S
+        is_draft = all(scheduled.row.draft_of is not None for scheduled in plan.rows)
+        self.clock.now += DRAFT_STEP_S if is_draft else STEP_S
         tokens = [[*self.known_tokens(s.row), *s.drafts] for s in plan.rows]
         assert not any(UNKNOWN in own for own in tokens), "a token is computed that nobody knows"
         hashes = [prefix_hashes(own) for own in tokens]
@@ -611,12 +609,14 @@ class World:
 
     def step(self, *, check: bool = True) -> list[EngineOutput]:
         """One step, recorded and checked."""
-        self.clock.now += STEP_S
+        before_s = self.clock.now
         requests = list(self.engine.requests)
         try:
             outputs = self.engine.step()
         except KeyboardInterrupt:
             outputs = []
+        if self.clock.now == before_s:  # nothing was computed
+            self.clock.now += STEP_S
         for violation in (self.runner.violation, self.runner.memory.violation, self.runner.compressor.violation):
             if violation is not None:
                 raise violation

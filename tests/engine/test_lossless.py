@@ -167,6 +167,23 @@ def test_scores_of_a_prompt_are_those_that_it_has_without_drafts(model: LlamaMod
     assert text(found) == text(plain)
 
 
+@pytest.mark.parametrize("options", [{"n": 3, "temperature": 0.8, "seed": 2}, {"prompt_logprobs": 1}])
+def test_a_prompt_of_which_one_token_is_missing_is_no_text_to_draft_for(
+    model: LlamaModel, options: dict[str, Any]
+) -> None:
+    def outputs(kv_cache: dict[str, Any] | None) -> list[tuple[Any, ...]]:
+        engine = engine_on(model, budget=96)
+        params = SamplingParams(**{"max_tokens": 24, "temperature": 0.0} | options, kv_cache=kv_cache)
+        engine.add(repetitive(97, seed=1), params)
+        found = []
+        while engine.has_work:
+            found += [(out.choice, out.token, out.finish_reason, out.prompt_logprobs) for out in engine.step()]
+        assert (engine.scheduler.rounds.counters.rounds > 0) == (kv_cache is not None)
+        return sorted(found, key=lambda out: out[0])
+
+    assert outputs(NGRAM) == outputs(None)
+
+
 # Drafters that are wrong
 
 
@@ -362,6 +379,22 @@ def test_what_is_drafted_is_found_by_nobody_and_what_is_verified_is(model: Llama
     (follower,) = run(engine, [(job[0] + text(found), {})])
     assert follower.cached_tokens > 250
     assert text(follower) == text(fresh)
+
+
+def test_where_steps_are_full_of_other_rows_fewer_drafts_are_verified_and_the_text_goes_on(model: LlamaModel) -> None:
+    others: list[Job] = [(prompt_of(20, seed=n), {"max_tokens": 400, "ignore_eos": True}) for n in range(7)]
+    job: Job = (prompt_of(100, seed=50), {"max_tokens": 30, "ignore_eos": True})
+    (plain,) = run(engine_on(model), [job])
+    engine = engine_on(model, rows=8, budget=8)
+    for prompt, options in others:
+        engine.add(prompt, SamplingParams(temperature=0.0, **options))
+    for _ in range(25):
+        engine.step()
+    (request,) = [engine.add(job[0], SamplingParams(temperature=0.0, kv_cache=small(draft_tokens=7), **job[1]))]
+    while engine.is_active(request.id):
+        engine.step()
+    assert text(request) == text(plain)
+    assert engine.has_work, "the others go on"
 
 
 # Memory

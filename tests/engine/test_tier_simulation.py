@@ -17,7 +17,7 @@ from kvikk.tier import Arrival, Ticket
 from kvikk.types import BlockKey
 
 STEPS = int(os.environ.get("KVIKK_SIMULATED_STEPS", "100000")) // 20
-TIMEOUT_S = 0.5
+TIMEOUT_S = 0.1
 """Ten steps of the world."""
 
 

@@ -16,15 +16,7 @@ HARBOURS = " ".join(f"The {n}th harbour lies {n * 7} miles north of the lighthou
 QUESTION = [
     {"role": "user", "content": f"{HARBOURS}\n\nHow far north does the 12th harbour lie? Then list five others."}
 ]
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "harbour": {"type": "integer"},
-        "miles": {"type": "integer"},
-        "comment": {"type": "string", "maxLength": 20},
-    },
-    "required": ["harbour", "miles", "comment"],
-}
+FORM = r'\{"harbour": \d{1,3}, "miles": \d{1,4}, "direction": "(north|south|east|west)"\}'
 EIGHTH: dict[str, Any] = {"policy": "snapkv", "budget": "12.5%", "window": 16}
 LOSSLESS: dict[str, Any] = {"lossless": True, "draft_tokens": 4}
 
@@ -35,7 +27,7 @@ def answer(llm: LLM, kv_cache: dict[str, Any] | None, **options: Any) -> Any:
     return output
 
 
-JSON: dict[str, Any] = {"structured_outputs": StructuredOutputsParams(json=SCHEMA), "max_tokens": 64}
+JSON: dict[str, Any] = {"structured_outputs": StructuredOutputsParams(regex=FORM), "max_tokens": 64}
 NGRAM: dict[str, Any] = {"drafter": "ngram"}
 
 
@@ -52,6 +44,7 @@ NGRAM: dict[str, Any] = {"drafter": "ngram"}
 )
 def test_its_answers_are_those_of_the_whole_cache(llm: LLM, drafter: dict[str, Any], options: dict[str, Any]) -> None:
     plain, found = answer(llm, None, **options), answer(llm, drafter | LOSSLESS, **options)
+    assert found.kv_cache.drafted > 0
     for ours, whole in zip(found.outputs, plain.outputs, strict=True):
         assert (ours.text, ours.token_ids) == (whole.text, whole.token_ids)
         assert (ours.finish_reason, ours.stop_reason) == (whole.finish_reason, whole.stop_reason)
@@ -61,7 +54,7 @@ def test_its_answers_are_those_of_the_whole_cache(llm: LLM, drafter: dict[str, A
                 [at_whole[t].logprob for t in at_ours], abs=1e-4
             )
     if "structured_outputs" in options:
-        assert json.loads(found.outputs[0].text).keys() == SCHEMA["properties"].keys()  # type: ignore[attr-defined]
+        assert json.loads(found.outputs[0].text).keys() == {"harbour", "miles", "direction"}
 
 
 def test_what_was_kept_drafted_and_accepted_is_told(llm: LLM) -> None:

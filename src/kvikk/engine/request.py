@@ -267,6 +267,11 @@ class Row:
         return sum(segment.stop - segment.start for segment in self.segments)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether its text has begun: what is missing of a prompt can be a single token, too."""
+        return len(self.tokens) > len(self.request.prompt_token_ids)
+
+    @property
     def known(self) -> int:
         """Tokens whose values are known."""
         return len(self.tokens) - self.pending

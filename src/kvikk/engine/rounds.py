@@ -143,7 +143,7 @@ class DraftRounds:
                 plan.add(state.cache, 1)
 
     def _verify(self, begun: Sequence[Row], fresh: Sequence[Row], plan: StepPlan, step_tokens: int) -> None:
-        """End a round once all drafts are known, with as many as the step has room for; other rows decode plainly in it."""
+        """End a round once all drafts are known, as many as the step has room for; other rows decode plainly in it."""
         drafts = [_state(row).tokens for row in begun]
         if any(UNKNOWN in drafted for drafted in drafts):
             return

@@ -66,10 +66,10 @@ class Scheduler:
             if missing > 1:
                 prompts.append(row)
             elif missing and self._make_tail_writable(row, plan):  # which preempts none of those before it
-                if row.drafting is None:
-                    plan.add(row, 1)
-                else:
+                if row.drafting is not None and row.has_begun:
                     drafting.append(row)
+                else:
+                    plan.add(row, 1)
         if drafting:
             self.rounds.schedule(drafting, plan, self._step_tokens)
         for row in prompts:
