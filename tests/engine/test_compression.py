@@ -66,7 +66,9 @@ def engine_on(
     spec = model.spec
     return Engine(
         EngineConfig(
-            scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget), enable_prefix_caching=caching
+            scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget),
+            enable_prefix_caching=caching,
+            numerics=spec.numerics,
         ),
         EngineLimits(max_model_len=min(blocks * PAGE, 1000), vocabulary=spec.vocabulary),
         KeySpace(model=spec.fingerprint, rope=spec.rope, kv_format="f32", page_size=PAGE, numerics="fast"),

@@ -12,10 +12,12 @@ import torch
 
 from engine.test_compression import POLICIES, SMALL, engine_on, prompt_of, run, text
 from kvikk.engine import Engine, FinishReason, Request, SampledToken, SamplingParams
+from kvikk.engine.core import agreeing
 from kvikk.engine.drafting import Fallback, PromptLookup, RoundCosts, StepTimes
 from kvikk.engine.runner import ModelRunner
 from kvikk.engine.step import RowResult, StepPlan
 from kvikk.models import LlamaModel, toy_model
+from kvikk.types import Numerics
 
 Job = tuple[list[int], dict[str, Any]]
 NGRAM: dict[str, Any] = {"lossless": True, "drafter": "ngram", "draft_tokens": 4}
@@ -361,6 +363,36 @@ def test_only_verified_tokens_are_told_and_the_counts_add_up(
     of_engine = engine.scheduler.rounds.counters
     assert (of_engine.rounds, of_engine.drafted, of_engine.accepted) == tuple(total[name] for name in total)
     assert sum(of_engine.accepted_at) == of_engine.accepted
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+def test_near_ties_among_verified_tokens_are_counted_where_rounding_can_decide_them(
+    monkeypatch: pytest.MonkeyPatch, numerics: Numerics
+) -> None:
+    model = toy_model(max_positions=1024, numerics=numerics)
+    told: list[float] = []
+
+    def near(plan: StepPlan, results: list[RowResult]) -> list[RowResult]:
+        """Pretend that every verified token is nearly tied, but for the last."""
+        changed = []
+        for scheduled, result in zip(plan.rows, results, strict=True):
+            is_led = scheduled.drafts and scheduled.row.request.is_plain
+            assert len(result.leads) == (len(result.tokens) if is_led else 0)
+            assert all(lead >= 0 for lead in result.leads)
+            pretended = [0.125] * max(0, len(result.leads) - 1) + [7.0] * bool(result.leads)
+            told.extend(pretended[: 1 + len(agreeing(scheduled.drafts, result.tokens))] if pretended else ())
+            changed.append(result._replace(leads=pretended))
+        return changed
+
+    change_results(monkeypatch, near)
+    engine = engine_on(model)
+    run(engine, [(repetitive(120, seed=4), {"temperature": 0.0, "max_tokens": 40, "kv_cache": NGRAM} | LOOPS)])
+    assert engine.scheduler.rounds.counters.rounds > 0
+    assert not told, "tokens that penalties shape are not the likeliest of the logits"
+    run(engine, [(prompt_of(120, seed=4), {"temperature": 0.0, "max_tokens": 40, "kv_cache": small()})])
+    near_ties = sum(lead == 0.125 for lead in told)
+    assert near_ties > 0
+    assert engine.scheduler.rounds.counters.near_ties == ({"0.125": near_ties} if numerics == "fast" else {})
 
 
 def test_a_text_that_repeats_is_written_in_fewer_steps_than_it_has_tokens(model: LlamaModel) -> None:

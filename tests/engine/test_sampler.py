@@ -11,7 +11,7 @@ import torch
 
 from kvikk.engine.history import TokenHistory
 from kvikk.engine.noise import gumbel, philox4x32
-from kvikk.engine.sampler import SamplingTask, sample
+from kvikk.engine.sampler import SamplingTask, leads, sample
 from kvikk.engine.sampling_params import SamplingParams
 
 
@@ -279,3 +279,10 @@ def test_logits_that_are_not_finite_give_no_token_and_harm_no_other_row() -> Non
     found = sample(table, [task(temperature=0)] * 3)
     assert found[1] is None
     assert None not in (found[0], found[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_lead_is_how_far_the_largest_logit_is_above_the_next_and_0_where_two_are_equal(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[1.0, 4.0, -2.0, 3.5], [2.0, 2.0, 1.0, 0.0], [-8.0, -9.0, -8.5, -16.0]], dtype=dtype)
+    assert leads(logits).tolist() == [0.5, 0.0, 0.5]
+    assert leads(logits).dtype == torch.float32

@@ -116,7 +116,7 @@ def test_the_engine_s_gauges_and_counters_are_those_of_its_latest_stats(metrics:
             compactions=20,
             dropped_tokens=21.5,
             freed_frames=22,
-            drafts=DraftCounters(rounds=23, drafted=24, accepted=25, accepted_at=[20, 5]),
+            drafts=DraftCounters(rounds=23, drafted=24, accepted=25, accepted_at=[20, 5], near_ties={"0.125": 27}),
             fallbacks={"misses": 26},
         )
     )
@@ -148,6 +148,8 @@ def test_the_engine_s_gauges_and_counters_are_those_of_its_latest_stats(metrics:
     assert by_place == [20, 5] + 30 * [0]
     by_reason = {why: value(metrics, "lossless_fallbacks_total", reason=why) for why in ("misses", "mates", "cost")}
     assert by_reason == {"misses": 26, "mates": 0, "cost": 0}
+    by_gap = [value(metrics, "lossless_near_ties_total", gap=gap) for gap in ("0.0", "0.125", "0.25")]
+    assert by_gap == [0, 27, 0]
 
 
 def test_usage_is_what_is_held_and_a_cached_block_is_not_in_use(metrics: Metrics) -> None:

@@ -479,7 +479,10 @@ class Engine:
         usage.rounds += 1
         usage.drafted += drafted
         usage.accepted += accepted
-        self.scheduler.rounds.counters.note(drafted, accepted)
+        counters = self.scheduler.rounds.counters
+        counters.note(drafted, accepted)
+        if self._config.numerics == "fast":
+            counters.note_leads(result.leads[: row.known - known])
         return outputs
 
     def _append_all(self, row: Row, tokens: Sequence[SampledToken]) -> list[EngineOutput]:

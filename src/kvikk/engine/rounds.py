@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvikk.compress import KVCacheParams
 from kvikk.compress.config import MAX_DRAFT_TOKENS
@@ -22,6 +23,9 @@ from kvikk.engine.request import UNKNOWN, Drafting, Row
 from kvikk.engine.step import StepPlan
 
 logger = logging.getLogger(__name__)
+
+NEAR_TIES: Final = (0.0, 0.125, 0.25)
+"""In nats: where the two likeliest tokens are no further apart than this, rounding alone can decide between them."""
 
 
 @dataclass(slots=True)
@@ -33,6 +37,8 @@ class DraftCounters:
     accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
     """By the place in the draft, as far as any was accepted."""
+    near_ties: dict[str, int] = field(default_factory=dict)
+    """Verified tokens of greedy texts in fast numerics that lead the next one by at most so much, in nats."""
 
     def note(self, drafted: int, accepted: int) -> None:
         """Drafts of a row were verified, and the first `accepted` of them are part of its text."""
@@ -43,9 +49,16 @@ class DraftCounters:
         for place in range(accepted):
             self.accepted_at[place] += 1
 
+    def note_leads(self, leads: Iterable[float]) -> None:
+        """Verified tokens lead the next ones by so much."""
+        for lead in leads:
+            if lead <= NEAR_TIES[-1]:
+                border = str(next(border for border in NEAR_TIES if lead <= border))
+                self.near_ties[border] = self.near_ties.get(border, 0) + 1
+
     def copy(self) -> DraftCounters:
         """As they stand."""
-        return DraftCounters(self.rounds, self.drafted, self.accepted, [*self.accepted_at])
+        return DraftCounters(self.rounds, self.drafted, self.accepted, [*self.accepted_at], dict(self.near_ties))
 
 
 class DraftRounds:

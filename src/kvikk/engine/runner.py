@@ -19,7 +19,7 @@ from kvikk.engine.logprobs import ROWS_AT_ONCE, Logprob, token_logprobs
 from kvikk.engine.padding import padded_size, spare_run
 from kvikk.engine.queries import QueryRecorder, WatchedQueries
 from kvikk.engine.request import Row
-from kvikk.engine.sampler import SampledToken, SamplingTask, sample
+from kvikk.engine.sampler import SampledToken, SamplingTask, leads, sample
 from kvikk.engine.step import RowResult, ScheduledRow, StepPlan
 from kvikk.grammar import Grammar
 from kvikk.memory import KVStore
@@ -64,14 +64,17 @@ class ModelRunner:
         if recorder is not None:
             _hand_out(plan.rows, recorder)
         samples = len(batch.sampled_at)
-        sampled = iter(self._sample(plan.rows, hidden[:samples]) if samples else [])
+        logits = self._logits(hidden[:samples]) if samples else hidden[:0]
+        sampled = iter(self._sample(plan.rows, logits) if samples else [])
         scored = iter(self._score(plan.rows, hidden[samples : len(wanted_at)]))
+        found_leads = self._leads(plan.rows, logits)
         return [
             RowResult(
                 tokens=usable_tokens(scheduled, [next(sampled) for _ in range(scheduled.samples)]),
                 prompt_logprobs=[next(scored) for _ in scheduled.scores],
+                leads=found_leads.get(index, ()),
             )
-            for scheduled in plan.rows
+            for index, scheduled in enumerate(plan.rows)
         ]
 
     def _spare(self, rows: int) -> int:
@@ -84,9 +87,17 @@ class ModelRunner:
         spare = self._spare(rows)
         return self.model.head(F.pad(hidden, (0, 0, 0, spare)))[:rows] if spare else self.model.head(hidden)
 
-    def _sample(self, rows: list[ScheduledRow], hidden: Tensor) -> list[SampledToken | None]:
+    def _leads(self, rows: list[ScheduledRow], logits: Tensor) -> dict[int, list[float]]:
+        """See `RowResult.leads`, by the place of the row."""
+        found, at = {}, 0
+        for index, scheduled in enumerate(rows):
+            if scheduled.drafts and is_led(scheduled):
+                found[index] = leads(logits[at : at + scheduled.samples]).tolist()
+            at += len(_samples_of_queries(scheduled)) if scheduled.samples else 0
+        return found
+
+    def _sample(self, rows: list[ScheduledRow], logits: Tensor) -> list[SampledToken | None]:
         """A token for each that the rows want, in order; None where there can be none."""
-        logits = self._logits(hidden)
         sampling = [scheduled for scheduled in rows if scheduled.samples]
         tasks = [task for scheduled in sampling for task in sampling_tasks(scheduled)]
         if len(tasks) != len(logits):  # a prompt that forks: its choices share one row of logits
@@ -163,6 +174,12 @@ def _hand_out(rows: list[ScheduledRow], recorder: QueryRecorder) -> None:
 def _samples_of_queries(scheduled: ScheduledRow) -> list[int]:
     """How many tokens are sampled after each of the queries after which any is."""
     return [1] * scheduled.samples if scheduled.drafts else [scheduled.samples]
+
+
+def is_led(scheduled: ScheduledRow) -> bool:
+    """Whether a row's tokens are the likeliest ones of its logits as they are."""
+    request = scheduled.row.request
+    return request.is_plain and request.params.is_greedy
 
 
 def usable_tokens(scheduled: ScheduledRow, drawn: Sequence[SampledToken | None]) -> list[SampledToken]:

@@ -91,6 +91,13 @@ def sample(logits: Tensor, tasks: Sequence[SamplingTask]) -> list[SampledToken |
     ]
 
 
+def leads(logits: Tensor) -> Tensor:
+    """By how much the largest logit of each row leads the next one: `[rows]` fp32, of `[rows, vocabulary]`."""
+    first = logits.argmax(dim=-1, keepdim=True)
+    second = logits.scatter(-1, first, float("-inf")).amax(dim=-1)
+    return logits.gather(-1, first).squeeze(-1).float() - second.float()
+
+
 def _shaped(logits: Tensor, tasks: Sequence[SamplingTask]) -> Tensor:
     """Logits whose argmax is the token to come: `[tasks, vocabulary]` fp32. Those given are overwritten."""
     _mask_(logits, tasks)

@@ -77,10 +77,13 @@ class RowResult(NamedTuple):
         tokens: as many as its `samples`; none, where its logits were not finite or its grammar allowed no token. Where
             drafts were tried: those before the first such place.
         prompt_logprobs: of the tokens that follow its `scores`.
+        leads: where drafts were tried and the likeliest token is the one: by how much its logit leads the next one's,
+            for each of the tokens.
     """
 
     tokens: list[SampledToken]
     prompt_logprobs: Sequence[tuple[Logprob, ...]] = ()
+    leads: Sequence[float] = ()
 
 
 class PendingStep(Protocol):

@@ -28,8 +28,8 @@ from kvikk.engine.gpu.program import Machine, StepProgram, Workspace
 from kvikk.engine.gpu.seats import Mirror, SeatMap, seat_command
 from kvikk.engine.gpu.state import SeatState
 from kvikk.engine.queries import WatchedQueries
-from kvikk.engine.runner import ModelRunner, sampling_tasks, usable_tokens
-from kvikk.engine.sampler import SampledToken, sample
+from kvikk.engine.runner import ModelRunner, is_led, sampling_tasks, usable_tokens
+from kvikk.engine.sampler import SampledToken, leads, sample
 from kvikk.engine.step import RowResult, ScheduledRow, StepPlan
 from kvikk.memory import KVStore
 from kvikk.models import CausalLM
@@ -130,6 +130,7 @@ class GpuRunner:
         self._eager: dict[StepShape, StepProgram] = {}
         self._captures = is_cuda and not enforce_eager
         self._tokens = [torch.zeros(most_outputs, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
+        self._leads = [torch.zeros(most_outputs, dtype=torch.float32, pin_memory=is_cuda) for _ in range(2)]
         self._done = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
         self._turn = 0
         self.copies = 0
@@ -191,6 +192,10 @@ class GpuRunner:
             turn = self._turn ^ 1
             tokens = self._tokens[turn][: len(sampled)]
             tokens.copy_(program.result[: len(sampled)], non_blocking=True)
+            found_leads = self._leads[turn][: len(sampled)] if any(row.drafts for row in plan.rows) else None
+            if found_leads is not None:
+                assert program.logits is not None
+                found_leads.copy_(leads(program.logits[: len(sampled)]), non_blocking=True)
             done = self._done[turn]
             if done is not None:
                 done.record()
@@ -198,7 +203,7 @@ class GpuRunner:
             self._seats.forget(scheduled.row for scheduled in plan.rows)
             raise
         self._turn = turn
-        return StartedStep(plan, program, sampled, shaped, tokens, done)
+        return StartedStep(plan, program, sampled, shaped, tokens, done, found_leads)
 
     def _describe(self, plan: StepPlan) -> tuple[StepContent, list[int], list[int]]:
         """The step in numbers, which rows of the plan its outputs are for, and which outputs the host has to sample."""
@@ -357,6 +362,7 @@ class StartedStep:
         shaped: the outputs that the host samples.
         tokens: `[outputs]` int32 on the host, filled when `done`; -1: there can be no token.
         done: None where everything is done at once.
+        leads: `[outputs]` fp32 on the host, filled when `done`, see `RowResult`; None: no drafts were tried.
     """
 
     plan: StepPlan
@@ -365,6 +371,7 @@ class StartedStep:
     shaped: list[int]
     tokens: Tensor
     done: torch.cuda.Event | None
+    leads: Tensor | None = None
 
     def results(self) -> list[RowResult]:
         """See `engine.step.PendingStep`."""
@@ -379,11 +386,21 @@ class StartedStep:
                 verified.setdefault(index, []).append(found)
             elif found is not None:
                 results[index] = RowResult([found])
+        leads_of = self._leads_of_rows()
         for index, drawn in verified.items():
-            results[index] = RowResult(usable_tokens(rows[index], drawn))
+            results[index] = RowResult(usable_tokens(rows[index], drawn), leads=leads_of.get(index, ()))
         if self.shaped:
             self._sample_on_host(results)
         return results
+
+    def _leads_of_rows(self) -> dict[int, list[float]]:
+        """See `RowResult.leads`, by the place of the row."""
+        found: dict[int, list[float]] = {}
+        if self.leads is not None:
+            for index, lead in zip(self.sampled, self.leads.tolist(), strict=True):
+                if self.plan.rows[index].drafts and is_led(self.plan.rows[index]):
+                    found.setdefault(index, []).append(lead)
+        return found
 
     @torch.inference_mode()
     def _sample_on_host(self, results: list[RowResult]) -> None:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from kvikk.compress.config import MAX_DRAFT_TOKENS
 from kvikk.engine import FinishReason
 from kvikk.engine.drafting import Fallback
+from kvikk.engine.rounds import NEAR_TIES
 from kvikk.errors import PromptTooLong, QueueFull
 from kvikk.server.messages import Stats
 from kvikk.server.metrics.kinds import (
@@ -236,6 +237,14 @@ TABLE: tuple[Metric, ...] = (
         values=tuple(map(str, range(MAX_DRAFT_TOKENS))),
         counts=lambda stats: {str(place): count for place, count in enumerate(stats.drafts.accepted_at)},
         is_vllm=True,
+    ),
+    EngineCounterBy(
+        name="lossless_near_ties",
+        help="Verified tokens of greedy lossless requests, in fast numerics, whose logit leads the next one by at most "
+        "so many nats: where the text of plain decoding may go on otherwise.",
+        label="gap",
+        values=tuple(map(str, NEAR_TIES)),
+        counts=lambda stats: stats.drafts.near_ties,
     ),
     EngineCounterBy(
         name="lossless_fallbacks",
