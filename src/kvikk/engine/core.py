@@ -322,7 +322,7 @@ class Engine:
         """Steps run one after another: one takes from the end of the last, or from its own start, to its end."""
         now, since = self._clock(), self._busy_since
         self._busy_since = now
-        if since is not None and any(scheduled.row.drafting or scheduled.row.draft_of for scheduled in plan.rows):
+        if since is not None and plan.has_lossless:
             self.scheduler.rounds.note_step(plan, now - since)
 
     def _compact(self) -> None:
@@ -507,12 +507,13 @@ class Engine:
         row.append(token.token_id)
         if row.grammar is not None:
             row.grammar.advance(token.token_id)
-        generated = row.known - len(request.prompt_token_ids)
+        known = row.known
+        generated = known - len(request.prompt_token_ids)
         is_end_token = token.token_id in request.stop_ids and generated >= params.min_tokens
         reason = None
         if is_end_token or (row.grammar is not None and row.grammar.is_complete):
             reason = FinishReason.STOP
-        elif generated == params.max_tokens or row.known >= self.limits.max_model_len:
+        elif generated == params.max_tokens or known >= self.limits.max_model_len:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._finish(row, reason)

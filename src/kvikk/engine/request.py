@@ -300,7 +300,7 @@ class Row:
     def append(self, token: int) -> None:
         """A sampled token: it takes the first place that was kept, or is what the next step computes."""
         if self.pending:
-            self.tokens[self.known] = token
+            self.tokens[-self.pending] = token
             self.pending -= 1
         else:
             self.tokens.append(token)

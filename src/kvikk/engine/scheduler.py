@@ -71,6 +71,7 @@ class Scheduler:
                 else:
                     plan.add(row, 1)
         if drafting:
+            plan.has_lossless = True
             self.rounds.schedule(drafting, plan, self._step_tokens)
         for row in prompts:
             if row.is_running and plan.tokens < self._step_tokens:

@@ -52,12 +52,14 @@ class StepPlan:
     rows: list[ScheduledRow] = field(default_factory=list)
     tokens: int = 0
     preempted: int = 0
+    has_lossless: bool = False
+    """Whether some of the rows decode losslessly, or are their small caches."""
 
     def add(self, row: Row, budget: int) -> None:
         """Let a row compute up to `budget` tokens; it samples when nothing is missing then."""
         runs = row.take(budget)
         self.tokens += runs[0].length if len(runs) == 1 else sum(run.length for run in runs)
-        scores = row.request.unscored(runs[-1].stop)
+        scores = NONE_SCORED if row.request.prompt_logprobs is None else row.request.unscored(runs[-1].stop)
         self.rows.append(ScheduledRow(row, runs, 0 if row.segments else row.unforked, scores, row.front))
 
     def add_verification(self, row: Row, drafts: Sequence[int]) -> None:
