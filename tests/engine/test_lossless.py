@@ -221,6 +221,21 @@ def test_a_drafter_that_is_always_wrong_gives_the_right_text_and_is_soon_asked_n
     assert engine.scheduler.rounds.fallbacks == {Fallback.MISSES: 3}
 
 
+@pytest.mark.parametrize("drafter", ["cache", "ngram"])
+def test_a_request_that_says_how_many_tokens_to_draft_goes_on_drafting_them_whatever_pays(
+    model: LlamaModel, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_results(monkeypatch, wrong_small_cache)
+    monkeypatch.setattr(PromptLookup, "propose", lambda self, most: [255] * most)
+    costs = RoundCosts(draft_step_s=0.3, draft_row_s=0.0, verify_s=1.0, verify_token_s=0.1, plain_s=1.0)
+    monkeypatch.setattr(StepTimes, "costs", lambda self, rows, **options: costs)
+    engine = engine_on(model)
+    found = run(engine, with_cache([(prompt_of(140), {"max_tokens": 60})], small(drafter=drafter, draft_tokens=3)))
+    assert drafts(found)["accepted"] == 0
+    assert drafts(found)["rounds"] >= 55, "nearly every token is the one after drafts that were wrong"
+    assert not engine.scheduler.rounds.fallbacks
+
+
 def test_a_small_cache_whose_logits_are_not_finite_is_given_up_and_the_row_goes_on(
     model: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,13 +198,15 @@ class DraftRounds:
         planned = plan_round([_state(row).record for row in rows], most, costs)
         if planned.best is not None:
             self.promised_gain = planned.best.tokens_per_s / planned.best.plain_tokens_per_s
-        for index, reason in planned.fell_back:
-            self.fallbacks[reason] += 1
-            logger.info("%s decodes plainly for now, as drafting does not pay: %s", rows[index].id, reason)
         for index, row in enumerate(rows):
             asked = _params(row).draft_tokens
             if asked is not None:
                 planned.lengths[index] = min(asked, most[index])
+                _state(row).record.fallback = None
+        for index, reason in planned.fell_back:
+            if _state(rows[index]).record.fallback is not None:
+                self.fallbacks[reason] += 1
+                logger.info("%s decodes plainly for now, as drafting does not pay: %s", rows[index].id, reason)
         return planned
 
     def _most(self, row: Row) -> int:
