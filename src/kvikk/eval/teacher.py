@@ -74,9 +74,8 @@ class Teacher(ModelRunner):
     def _is_taught(self, plan: StepPlan) -> bool:
         return any(scheduled.row.request.id in self._lessons for scheduled in plan.rows)
 
-    def _sample(self, rows: list[ScheduledRow], hidden: Tensor) -> list[SampledToken | None]:
+    def _sample(self, rows: list[ScheduledRow], logits: Tensor) -> list[SampledToken | None]:
         """The forced token of each row, its own where there is none."""
-        logits = self._logits(hidden)
         sampling = [scheduled for scheduled in rows if scheduled.samples]
         tokens = sample(logits, [task for scheduled in sampling for task in sampling_tasks(scheduled)])
         for index, scheduled in enumerate(sampling):
