@@ -10,17 +10,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from kvikk.bench.datasets import at_least, names_in
 from kvikk.bench.device import header, synchronize
-from kvikk.bench.step import NotMeasured, parse_points
+from kvikk.bench.match import token_ids
+from kvikk.bench.step import NotMeasured, checked_step, parse_points
 from kvikk.bench.texts import pieces
 from kvikk.compress import KVCacheParams
 from kvikk.compress.flags import KVCacheConfig
-from kvikk.engine import Engine, EngineConfig, EngineOutput, KVCacheUsage, SamplingParams, load_engine
+from kvikk.engine import Engine, EngineConfig, KVCacheUsage, SamplingParams, load_engine
 from kvikk.errors import ConfigError, InvalidRequest
 
 ResultRow = dict[str, Any]
@@ -160,12 +162,11 @@ def decode(
     ended: tuple[float, int] | None = None
     written = 0
     while engine.has_work:
-        outputs = engine.step()
+        outputs = checked_step(engine)
         now = clock()
         if ended is None and any(out.finish_reason is not None for out in outputs):
             ended = (now, written)
         for out in outputs:
-            _check(out)
             assert out.token is not None
             texts[out.request.id].append(out.token.token_id)
         written += len(outputs)
@@ -205,17 +206,11 @@ def bench_lossless(config: BenchLosslessConfig) -> LosslessResult:
                 f"--at {count}x{context} with --output-len {lossless.output_len} does not fit sequences of "
                 f"{engine.limits.max_model_len:,} tokens: give shorter ones"
             )
-
-        def encode(text: str) -> list[int]:
-            ids: list[int] = loaded.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-            return ids
-
-        prompts = list(pieces(lossless.texts, [context] * count, encode))
+        prompts = list(pieces(lossless.texts, [context] * count, partial(token_ids, loaded.tokenizer)))
         for prompt in prompts:
             engine.add(prompt, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1))
         while engine.has_work:
-            for out in engine.step():
-                _check(out)
+            checked_step(engine)
         # Twice each: the first time meets what is compiled or captured at first use.
         _, plain = (decode(engine, prompts, lossless.output_len, None, device=device) for _ in range(2))
         for method in lossless.methods():
@@ -249,8 +244,7 @@ def gaps_of_partings(
             engine.add(prompt + ours[:at], params)
     gaps = []
     while engine.has_work:
-        for out in engine.step():
-            _check(out)
+        for out in checked_step(engine):
             assert out.token is not None
             assert out.token.logprobs is not None
             first, second = sorted((entry.logprob for entry in out.token.logprobs), reverse=True)[:2]
@@ -275,8 +269,3 @@ def _row(method: dict[str, Any], plain: Decoded, drafted: Decoded) -> ResultRow:
 
 def _p99(values: list[float]) -> float | None:
     return sorted(values)[int(0.99 * (len(values) - 1))] if values else None
-
-
-def _check(out: EngineOutput) -> None:
-    if out.error is not None:
-        raise NotMeasured(f"a request failed before it was measured: {out.error}") from out.error

@@ -30,7 +30,7 @@ def match_texts(texts: Sequence[str | None], reference: Sequence[str | None], to
     ]
     equal = total = 0
     for mine, theirs in pairs:
-        tokens, others = _tokens(tokenizer, mine), _tokens(tokenizer, theirs)
+        tokens, others = token_ids(tokenizer, mine), token_ids(tokenizer, theirs)
         equal += sum(token == other for token, other in zip(tokens, others, strict=False))
         total += max(len(tokens), len(others))
     share = equal / total if total else 1.0  # texts that are all empty are equal
@@ -38,6 +38,7 @@ def match_texts(texts: Sequence[str | None], reference: Sequence[str | None], to
     return TextMatch(compared=len(pairs), identical=identical, token_match=share if pairs else None)
 
 
-def _tokens(tokenizer: Any, text: str) -> list[int]:
+def token_ids(tokenizer: Any, text: str) -> list[int]:
+    """A text's tokens, no special ones around them."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     return ids

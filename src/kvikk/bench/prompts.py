@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvikk.bench.match import token_ids
 from kvikk.errors import ConfigError
 
 TRIES = 100
@@ -55,8 +56,7 @@ class PromptWriter:
 
     def encode(self, text: str) -> list[int]:
         """The text's tokens, without the special ones that the model wants around them."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        return ids
+        return token_ids(self._tokenizer, text)
 
     @property
     def added_tokens(self) -> int:

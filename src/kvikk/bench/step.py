@@ -174,16 +174,16 @@ def _time_steps(
     try:
         begun: set[str] = set()
         for _ in range(STARTING_STEPS):
-            begun |= {out.request.id for out in _step(engine)}
+            begun |= {out.request.id for out in checked_step(engine)}
             if len(begun) == rows:
                 break
         for _ in range(config.warm_up_steps):
-            _step(engine)
+            checked_step(engine)
         with waits() as waited:
             synchronize(device)
             start = clock()
             waited.seconds = 0.0
-            tokens = sum(len(_step(engine)) for _ in range(config.steps))
+            tokens = sum(len(checked_step(engine)) for _ in range(config.steps))
             blocked = waited.seconds
             synchronize(device)
             seconds = clock() - start
@@ -206,12 +206,12 @@ def _run(engine: Engine, prompts: list[list[int]], *, max_tokens: int) -> None:
     _add(engine, prompts, max_tokens=max_tokens)
     start = time.monotonic()
     while engine.has_work:
-        _step(engine)
+        checked_step(engine)
         if time.monotonic() - start > PROMPTS_LIMIT_S:
             raise NotMeasured(f"{len(prompts)} prompts were not computed in {PROMPTS_LIMIT_S:.0f} s: give fewer")
 
 
-def _step(engine: Engine) -> list[EngineOutput]:
+def checked_step(engine: Engine) -> list[EngineOutput]:
     """A step of the engine, none of whose rows may fail."""
     outputs = engine.step()
     for out in outputs:

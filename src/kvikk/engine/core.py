@@ -301,20 +301,22 @@ class Engine:
         if self.tier is not None:
             self.tier.speed.note_computed(plan)
         both = zip(plan.rows, computed, strict=True)
-        results = [(scheduled, result) for scheduled, result in both if scheduled.row.finish_reason is None]
+        results = [
+            (scheduled, result, agreeing(scheduled.drafts, result.tokens) if scheduled.drafts else ())
+            for scheduled, result in both
+            if scheduled.row.finish_reason is None
+        ]
         self.scheduler.commit(
-            (scheduled, agreeing(scheduled.drafts, result.tokens) if scheduled.drafts else ())
-            for scheduled, result in results
-            if result.tokens or not scheduled.samples
+            (scheduled, accepted) for scheduled, result, accepted in results if result.tokens or not scheduled.samples
         )
-        for scheduled, result in results:
+        for scheduled, result, accepted in results:
             if scheduled.row.draft_of is not None:
                 self._draft(scheduled.row, result)
             elif scheduled.drafts:
-                self._outputs += self._verify(scheduled, result)
+                self._outputs += self._verify(scheduled, result, len(accepted))
             else:
                 self._outputs += self._advance(scheduled, result)
-        for scheduled, _ in results:
+        for scheduled, _, _ in results:
             if scheduled.row.compress_at is not None:
                 self.scheduler.note_due(scheduled.row.request.rows)
 
@@ -463,7 +465,7 @@ class Engine:
         if not drafting.length:  # it would go on to say none
             self.kv.give_up_drafts(row)
 
-    def _verify(self, scheduled: ScheduledRow, result: RowResult) -> list[EngineOutput]:
+    def _verify(self, scheduled: ScheduledRow, result: RowResult, accepted: int) -> list[EngineOutput]:
         """Tell a row what the whole cache says: the drafts that agree with it, and the token after these."""
         row, usage = scheduled.row, scheduled.row.request.kv_usage
         assert row.drafting is not None
@@ -471,7 +473,7 @@ class Engine:
         row.drafting.length = 0
         if not result.tokens:
             return self._fail(row, self._why_no_token(row))
-        drafted, accepted = len(scheduled.drafts), len(agreeing(scheduled.drafts, result.tokens))
+        drafted = len(scheduled.drafts)
         row.drafting.record.note_round(drafted, accepted)
         known = row.known
         outputs = self._append_all(row, result.tokens[: accepted + 1])

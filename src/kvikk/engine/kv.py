@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -270,13 +271,11 @@ class KVMemory:
         if self.compressor.keeps_everything(row):
             return
         stop = Position(row.front // self.page_size * self.page_size)
-        choice = self.compressor.choose(row, self._held(row, row.blocks), stop)
+        everything = self._held(row, row.blocks)
+        choice = self.compressor.choose(row, everything, stop)
         counts = choice.counts - (row.front - stop)
-        blocks = row.blocks[: stop // self.page_size]
-        held = held_by(
-            None, blocks, [False] * len(blocks),
-            length=row.front, lanes=self.store.lanes, page_size=self.page_size, device=self.store.device,
-        )  # fmt: skip
+        held = everything.first(stop // self.page_size, self.page_size)
+        held = replace(held, is_own=np.zeros_like(held.is_own))  # all is copied
         frames = int(frames_wanted(held, counts, self.page_size).sum())
         if not self.make_room(self.frames.blocks_needed(frames)):
             return
@@ -286,11 +285,10 @@ class KVMemory:
         self.store.move(plan.moves)
         self._bodies.add(plan.body)
         cache = Row(request=row.request, choice=row.choice, tokens=[], keys=[], body=plan.body, draft_of=row)
-        cache.body_blocks = -(-plan.body.frame_count(self.page_size) // self.store.lanes)
         cache.is_running = True
         row.drafting.cache = cache
         self._drafting[row] = None
-        row.request.recount_blocks()
+        self._count(cache)
         self._tell_usage(row, float(choice.counts.mean()), 0)
 
     def give_up_drafts(self, row: Row) -> None:

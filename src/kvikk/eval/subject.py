@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from kvikk.bench.match import token_ids
 from kvikk.engine import (
     Engine,
     EngineConfig,
@@ -113,8 +114,7 @@ class Subject:
 
     def encode(self, text: str) -> list[int]:
         """A text's tokens, no special ones around them."""
-        ids: list[int] = self.loaded.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        return ids
+        return token_ids(self.loaded.tokenizer, text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""

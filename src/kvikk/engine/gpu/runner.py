@@ -192,9 +192,10 @@ class GpuRunner:
             turn = self._turn ^ 1
             tokens = self._tokens[turn][: len(sampled)]
             tokens.copy_(program.result[: len(sampled)], non_blocking=True)
-            found_leads = self._leads[turn][: len(sampled)] if any(row.drafts for row in plan.rows) else None
-            if found_leads is not None:
+            found_leads = None
+            if plan.has_lossless and self._machine.numerics == "fast" and any(row.drafts for row in plan.rows):
                 assert program.logits is not None
+                found_leads = self._leads[turn][: len(sampled)]
                 found_leads.copy_(leads(program.logits[: len(sampled)]), non_blocking=True)
             done = self._done[turn]
             if done is not None:
