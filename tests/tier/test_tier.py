@@ -44,6 +44,18 @@ class Copy:
         Copy.alive -= 1
 
 
+class SlowCopy(Copy):
+    """One that the device has not finished until it is told to."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.is_there = threading.Event()
+
+    def wait(self) -> memoryview:
+        self.is_there.wait(SOON_S)
+        return super().wait()
+
+
 class Store:
     """In memory; it fails, sleeps, or changes what it holds when told to."""
 
@@ -155,6 +167,30 @@ def test_the_hosts_memory_alone_is_a_tier() -> None:
         assert fetched(tier, 1, 2, 3) == [1, 2]
         assert not tier.wants(key(1))
         assert tier.wants(key(3))
+
+
+@pytest.mark.parametrize("host_bytes", [None, 10**9])
+@pytest.mark.parametrize("has_outer", [False, True])
+def test_what_is_asked_for_while_it_is_still_being_copied_or_written_is_found(
+    host_bytes: int | None, has_outer: bool
+) -> None:
+    outer = Store() if has_outer else None
+    if outer is None and host_bytes is None:
+        return
+    with tier_over(outer, host_bytes) as tier:
+        copies = [SlowCopy(block(number)) for number in (1, 2)]
+        for number, copy in enumerate(copies, 1):
+            tier.offer(key(number), copy)
+        ticket = tier.fetch([key(1), key(2)], SOON_S)
+        time.sleep(0.02)
+        assert not ticket.is_spent
+        if outer is not None:
+            outer.is_going.clear()
+        for copy in copies:
+            copy.is_there.set()
+        found = gather(tier, ticket)
+        assert [arrival.key for arrival in found] == [key(1), key(2)]
+        Copy.alive -= len(found)
 
 
 def test_what_comes_from_the_outer_store_stays_in_the_hosts_memory() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 from typing import Final, Protocol
 
@@ -56,8 +56,10 @@ class Keeper:
         self._journal = journal
         self._breaker = Breaker(clock)
         self._leaving: set[BlockKey] = set()
+        self._taken_in = threading.Condition()
         self._spoilt: set[BlockKey] = set()
         self._unwritten = 0
+        self._being_written: dict[BlockKey, bytes] = {}
         self._unwritten_limit = max(8, UNWRITTEN_BYTES // block_bytes)
         self._lock = threading.Lock()
         self._to_keep: SimpleQueue[tuple[BlockKey, Leaving | None] | None] = SimpleQueue()
@@ -104,6 +106,22 @@ class Keeper:
         """Whether what is there under a key is to be deleted, and as good as gone."""
         return key in self._spoilt
 
+    # For the reader: what is on its way out is as good as there
+
+    def is_leaving(self, key: BlockKey) -> bool:
+        """Whether a block has been offered and not been taken in yet."""
+        return key in self._leaving
+
+    def wait_for(self, keys: Sequence[BlockKey], timeout_s: float) -> None:
+        """Until none of these blocks is leaving, which takes the device a moment; at the most so many seconds."""
+        if not self._leaving.isdisjoint(keys):
+            with self._taken_in:
+                self._taken_in.wait_for(lambda: self._leaving.isdisjoint(keys), max(0.0, timeout_s))
+
+    def being_written(self, keys: Sequence[BlockKey]) -> list[bytes | None]:
+        """The records that the outer store does not have yet."""
+        return [self._being_written.get(key) for key in keys]
+
     def stop(self) -> None:
         """End the threads when all that was offered is done."""
         self._to_keep.put(None)
@@ -121,7 +139,9 @@ class Keeper:
             except Exception as error:  # a copy from the device failed
                 self._journal.count("dropped")
                 self._journal.warn("copy", "a block was not taken in by the prefix tier: %s", error)
-            self._leaving.discard(key)
+            with self._taken_in:
+                self._leaving.discard(key)
+                self._taken_in.notify_all()
         self._to_write.put(None)
 
     def _keep(self, key: BlockKey, leaving: Leaving) -> None:
@@ -150,13 +170,18 @@ class Keeper:
     def _write_later(self, key: BlockKey, record: bytes | None) -> None:
         with self._lock:
             self._unwritten += 1
+            if record is not None:
+                self._being_written[key] = record
         self._to_write.put((key, record))
 
     def _write_all(self) -> None:
         while (item := self._to_write.get()) is not None:
             self._write(*item)
+            key, record = item
             with self._lock:
                 self._unwritten -= 1
+                if record is not None and self._being_written.get(key) is record:
+                    del self._being_written[key]
 
     def _write(self, key: BlockKey, record: bytes | None) -> None:
         """Write a record that the outer store lacks; None: delete it there. A spoilt key that stays is not written."""

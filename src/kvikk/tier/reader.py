@@ -31,7 +31,7 @@ class Reader:
         block_bytes: bytes of a block.
         host: None: none.
         outer: None: none.
-        keeper: knows what is spoilt, and deletes what is no good.
+        keeper: knows what is spoilt and what is on its way out, and deletes what is no good.
         stage: copies a block's bytes to where the pool can take them from; waits for room up to so many seconds, and
             gives None when there is none.
         journal: told of what is damaged, late, and fails.
@@ -72,7 +72,7 @@ class Reader:
     def fetch(self, keys: Sequence[BlockKey], timeout_s: float) -> Ticket:
         """Ask for blocks; see `PrefixTier.fetch`."""
         ticket = Ticket(keys, self._clock() + timeout_s, self._news)
-        if self._host is not None and self._host.contains(keys[0]):
+        if self._host is not None and (self._host.contains(keys[0]) or self._keeper.is_leaving(keys[0])):
             self._to_read.put(ticket)
         else:
             self._go_outside(ticket)
@@ -105,7 +105,8 @@ class Reader:
         assert self._host is not None
         while (ticket := self._to_read.get()) is not None:
             while keys := self._next_keys(ticket):
-                records = list(takewhile(bool, self._get(self._host, keys)))
+                self._keeper.wait_for(keys, ticket.until_s - self._clock())
+                records = list(takewhile(bool, self._unspoilt(keys, self._host.get(keys))))
                 for key, record in zip(keys, records, strict=False):
                     self._hand_over(ticket, key, block_of(record or b"", self._layout), is_outside=False)
                 if len(records) < len(keys):
@@ -136,9 +137,8 @@ class Reader:
 
     def _read_chunk(self, ticket: Ticket, keys: Sequence[BlockKey]) -> bool:
         """Hand over what the outer store has of these. False when it lacks one: nothing behind that comes."""
-        assert self._outer is not None
         try:
-            records = self._get(self._outer, keys)
+            records = self._get_outside(ticket, keys)
         except Exception as error:
             is_pause = self._breaker.note_failure()
             self._journal.note_failure("reading from", error, self._breaker.pause_s if is_pause else None)
@@ -154,8 +154,18 @@ class Reader:
             self._hand_over(ticket, key, block, is_outside=True)
         return True
 
-    def _get(self, store: Store, keys: Sequence[BlockKey]) -> list[bytes | None]:
-        both = zip(keys, store.get(keys), strict=True)
+    def _get_outside(self, ticket: Ticket, keys: Sequence[BlockKey]) -> list[bytes | None]:
+        """What the outer store has, or will have when all that was offered has been written."""
+        assert self._outer is not None
+        self._keeper.wait_for(keys, ticket.until_s - self._clock())
+        records = self._keeper.being_written(keys)
+        if None in records:  # what is written between the two looks is found at both places
+            both = zip(records, self._outer.get(keys), strict=True)
+            records = [here or there for here, there in both]
+        return self._unspoilt(keys, records)
+
+    def _unspoilt(self, keys: Sequence[BlockKey], records: Sequence[bytes | None]) -> list[bytes | None]:
+        both = zip(keys, records, strict=True)
         return [None if self._keeper.is_spoilt(key) else record for key, record in both]
 
     def _hand_over(self, ticket: Ticket, key: BlockKey, block: memoryview, *, is_outside: bool) -> None:
