@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.fake_grammar import FakeCompiler, FakeGrammar
+from engine.shadow_rest import ShadowRest
 from engine.shadow_tier import MakeTier
 from kvikk.compress import KVCacheParams
 from kvikk.engine.config import EngineConfig, SchedulerConfig
@@ -554,8 +555,10 @@ class World:
         caching: bool = True,
         runner: ShadowRunner | None = None,
         tier: MakeTier | None = None,
+        rest_blocks: int = 0,
     ) -> None:
         self.runner = runner or ShadowRunner()
+        self.rest = ShadowRest(rest_blocks, self.runner.memory, random.Random(13)) if rest_blocks else None
         self.clock = Clock()
         self.max_len = max_len
         keyspace = KeySpace(model="toy", rope="none", kv_format="shadow", page_size=PAGE, numerics="fast")
@@ -574,6 +577,7 @@ class World:
             clock=self.clock,
             seeds=random.Random(5),
             tier=None if tier is None else lambda kv, clock: tier(kv, clock, self.runner.memory),
+            rest=self.rest,
         )
         self.runner.pool, self.runner.clock = self.engine.pool, self.clock
         self.requests: dict[str, Request] = {}
@@ -610,6 +614,8 @@ class World:
     def step(self, *, check: bool = True) -> list[EngineOutput]:
         """One step, recorded and checked."""
         before_s = self.clock.now
+        if self.rest is not None:
+            self.rest.pass_time()
         requests = list(self.engine.requests)
         try:
             outputs = self.engine.step()
@@ -647,7 +653,9 @@ class World:
         for request in requests:
             caches = [row.drafting.cache for row in request.rows if row.drafting and row.drafting.cache]
             in_bodies = sum(row.body_blocks for row in [*request.rows, *caches])
-            assert request.held_blocks == len({block for row in request.rows for block in row.blocks}) + in_bodies
+            tables = [row.blocks for row in request.rows]
+            tables += [row.rest.arriving for row in request.rows if row.rest]
+            assert request.held_blocks == len({block for table in tables for block in table}) + in_bodies
             for row in request.rows:
                 assert row.pending == (0 if row.finish_reason else sum(other is row for other in flying))
                 assert UNKNOWN not in row.generated
@@ -706,6 +714,7 @@ class World:
         assert not self.requests, "every request has ended"
         pinned = self.engine.prefix.pinned
         assert self.engine.pool.held == pinned, "all rows are gone: only pins hold blocks"
+        assert self.rest is None or self.rest.free == self.rest.total, "and the host holds nothing for them"
 
     def _why(self) -> str:
         scheduler, kv = self.engine.scheduler, self.engine.kv

@@ -26,6 +26,7 @@ STEPS = int(os.environ.get("KVIKK_SIMULATED_STEPS", "100000"))
     runner=st.sampled_from([ShadowRunner, AheadShadowRunner]),
     plain_share=st.sampled_from([0.0, 0.8, 1.0]),
     wrong_drafts=st.sampled_from([0.0, 0.15, 1.0]),
+    rest_blocks=st.sampled_from([0, 0, 12, 100]),
 )
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_history_gives_every_request_its_text_and_every_block_back(
@@ -37,9 +38,17 @@ def test_any_history_gives_every_request_its_text_and_every_block_back(
     runner: type[ShadowRunner],
     plain_share: float,
     wrong_drafts: float,
+    rest_blocks: int,
 ) -> None:
     rng = random.Random(seed)
-    world = World(blocks, seqs=max(seqs, 3), budget=max(budget, seqs), caching=caching, runner=runner(wrong_drafts))
+    world = World(
+        blocks,
+        seqs=max(seqs, 3),
+        budget=max(budget, seqs),
+        caching=caching,
+        runner=runner(wrong_drafts),
+        rest_blocks=rest_blocks,
+    )
     for _ in range(120):
         random_event(world, rng, plain_share=plain_share)
         world.step()
@@ -51,7 +60,7 @@ def test_any_history_gives_every_request_its_text_and_every_block_back(
 @pytest.mark.parametrize("blocks", [15, 18, 30, 80])
 def test_a_long_run_never_stalls_and_always_checks_out(blocks: int, runner: type[ShadowRunner]) -> None:
     steps, rng = STEPS // 8, random.Random(blocks)
-    world = World(blocks, runner=runner())
+    world = World(blocks, runner=runner(), rest_blocks={18: 15, 30: 100}.get(blocks, 0))
     for _ in range(steps):
         random_event(world, rng, plain_share=0.8 if runner is AheadShadowRunner else 0.0)
         world.step()
@@ -74,6 +83,10 @@ def test_a_long_run_never_stalls_and_always_checks_out(blocks: int, runner: type
         assert len(world.scored) > steps // 125
         assert world.runner.compressor.chosen > steps // 50
         assert world.runner.memory.moved > steps
+    if engine.kv.rests is not None and world.rest is not None:
+        assert engine.kv.rests.counters.partings > steps // 500
+        assert world.rest.loads > steps // 500
+        assert (engine.kv.rests.counters.refused > 0) == (world.rest.total < blocks)
     if blocks < 30:
         assert engine.scheduler.preemptions > 0
         assert engine.prefix.counters.recomputed > 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvikk.attention import AttentionBackend, attention_backend
 from kvikk.compress import Rotary
+from kvikk.compress.flags import in_flags
 from kvikk.engine.compressor import PolicyCompressor, watch_window
 from kvikk.engine.config import EngineConfig
 from kvikk.engine.core import Engine
@@ -19,7 +20,16 @@ from kvikk.engine.tier import tier_maker
 from kvikk.errors import ConfigError
 from kvikk.geometry import KVGeometry
 from kvikk.grammar import GrammarCompiler
-from kvikk.memory import QUANTISED, KVStore, check_device, format_bytes, pool_blocks
+from kvikk.memory import (
+    QUANTISED,
+    KVStore,
+    MemoryConfig,
+    RestStore,
+    check_device,
+    check_host_memory,
+    format_bytes,
+    pool_blocks,
+)
 from kvikk.models import CausalLM, LlamaModel, LoadedModel, load_model
 from kvikk.prefix import KeySpace
 
@@ -105,7 +115,8 @@ def build_engine(
         make_runner: makes what computes the steps; None: `fastest_runner`.
 
     Raises:
-        ConfigError: the memory is too small, the length does not fit it, or the model was loaded for other numerics.
+        ConfigError: the memory is too small, the length does not fit it, the model was loaded for other numerics, or
+            its KV cannot be compressed as asked for.
     """
     model = loaded.model
     spec = model.spec
@@ -118,6 +129,9 @@ def build_engine(
     blocks = pool_blocks(config.memory, geometry, device)
     capacity = plan_capacity(loaded, config, blocks, geometry)
     store = KVStore(geometry, blocks + 1, device)
+    compressor = PolicyCompressor(store, Rotary(inv_freq=model.inv_freq) if isinstance(model, LlamaModel) else None)
+    with in_flags():
+        compressor.check(config.kv_cache.params)
     backend = attention_backend("auto", store, numerics=config.numerics)
     backend.warm_up()
     runner = (make_runner or fastest_runner)(model, store, backend, config, capacity)
@@ -136,14 +150,28 @@ def build_engine(
     )
     logger.info("%s", capacity)
     grammars = GrammarCompiler(loaded.tokenizer, spec.vocabulary, spec.eos_token_ids)
-    rotary = Rotary(inv_freq=model.inv_freq) if isinstance(model, LlamaModel) else None
-    compressor = PolicyCompressor(store, rotary)
-    tier = tier_maker(config.tier, store)
     engine = Engine(
-        config, limits, keyspace, blocks, runner, store, compressor=compressor, grammars=grammars, tier=tier
+        config,
+        limits,
+        keyspace,
+        blocks,
+        runner,
+        store,
+        compressor=compressor,
+        grammars=grammars,
+        tier=tier_maker(config.tier, store),
+        rest=_rest_store(config.memory, store),
     )
     freeze_heap(engine)
     return engine, capacity
+
+
+def _rest_store(config: MemoryConfig, store: KVStore) -> RestStore | None:
+    """The host's memory for the whole KV of lossless requests, if there is any."""
+    if config.kv_host_memory is None:
+        return None
+    check_host_memory("--kv-host-memory", config.kv_host_memory, config.host_bytes)
+    return RestStore(store, config.host_bytes)
 
 
 def fastest_runner(
@@ -164,9 +192,9 @@ def fastest_runner(
         max_model_len=capacity.max_model_len,
         numerics=config.numerics,
         enforce_eager=config.enforce_eager,
-        ragged=kv_cache is not None and not kv_cache.is_full,
-        lossless=kv_cache is not None and kv_cache.lossless,
-        watch_window=0 if kv_cache is None else watch_window(kv_cache),
+        ragged=not kv_cache.is_full,
+        lossless=kv_cache.lossless,
+        watch_window=watch_window(kv_cache),
     )
     runner.warm_up()
     return runner

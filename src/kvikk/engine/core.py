@@ -18,6 +18,7 @@ from kvikk.engine.kv import Compressor, KVBytes, KVMemory
 from kvikk.engine.limits import EngineLimits
 from kvikk.engine.logprobs import Logprob
 from kvikk.engine.request import Drafting, FinishReason, KVCacheUsage, Request, Row
+from kvikk.engine.rest import RestBytes
 from kvikk.engine.sampler import SampledToken
 from kvikk.engine.sampling_params import SamplingParams
 from kvikk.engine.scheduler import Scheduler
@@ -72,6 +73,7 @@ class Engine:
         clock: seconds, monotonic.
         seeds: draws the seeds of requests that give none.
         tier: makes the prefix tier over a memory, with the clock; without it evicted blocks are lost.
+        rest: the host's memory for the whole KV of lossless rows; without it the device has all of it.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         seeds: random.Random | None = None,
         tier: Callable[[KVMemory, Callable[[], float]], EngineTier] | None = None,
+        rest: RestBytes | None = None,
     ) -> None:
         self.limits = limits
         longest = -(-limits.max_model_len // keyspace.page_size)
@@ -101,6 +104,7 @@ class Engine:
             ),
             keyspace.page_size,
             compressor,
+            rest,
         )
         self.pool, self.prefix = self.kv.pool, self.kv.prefix
         self.tier = None if tier is None else tier(self.kv, clock)
@@ -412,7 +416,7 @@ class Engine:
         asked = self._config.kv_cache.params
         if params.kv_cache is not None:
             asked = KVCacheParams.from_dict(params.kv_cache, asked)
-        if asked is None or (asked.is_full and not asked.lossless):
+        if asked.is_full and not asked.lossless:
             return None
         if self.kv.compressor is None:
             raise InvalidRequest("kv_cache is not available: this engine was built without policies", param="kv_cache")
@@ -556,7 +560,7 @@ class Engine:
 
     def _note_idle(self, plan: StepPlan) -> list[EngineOutput]:
         """Nothing could be scheduled: harmless for a while, a stall when it lasts."""
-        if self.tier is not None and self.tier.wait():
+        if (self.tier is not None and self.tier.wait()) or (self.kv.rests is not None and self.kv.rests.wait()):
             return []
         self._idle_steps = self._idle_steps + 1 if self._requests and not plan.preempted else 0
         if self._idle_steps < self._config.scheduler.no_progress_steps:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvikk.compress import KVCacheParams
 from kvikk.engine.request import FinishReason, Row, Saved
+from kvikk.engine.rest import RestBytes, Rests
 from kvikk.errors import PoolCorrupt
 from kvikk.memory import BlockPool, Body, FramePool, Held, Moves, frames_wanted, held_by, plan_compaction
 from kvikk.memory.body import IntArray
@@ -133,6 +134,7 @@ class KVMemory:
         prefix: makes the prefix cache over a pool.
         page_size: slots of a frame.
         compressor: chooses what is kept; None: rows are never compressed.
+        rest: the host's memory for the whole KV of lossless rows; None: the device has all of it.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class KVMemory:
         prefix: Callable[[BlockPool], PrefixCache],
         page_size: int,
         compressor: Compressor | None,
+        rest: RestBytes | None = None,
     ) -> None:
         self.pool = BlockPool(blocks)
         self.frames = FramePool(self.pool, store.lanes)
@@ -150,6 +153,7 @@ class KVMemory:
         self.store = store
         self.compressor = compressor
         self.counters = CompactionCounters()
+        self.rests = None if rest is None else Rests(self, rest)
         self._bodies: set[Body] = set()
         self._drafting: dict[Row, None] = {}
         """Rows that have small caches to draft with, in the order in which they got them."""
@@ -185,6 +189,8 @@ class KVMemory:
         row.body = row.saved = None
         row.body_blocks = 0
         self.give_up_drafts(row)
+        if self.rests is not None:
+            self.rests.forget(row)
 
     def check(self, rows: Iterable[Row]) -> None:
         """Recount everything against what all rows hold.
@@ -198,7 +204,8 @@ class KVMemory:
         bodies += [cache.body for cache in caches if cache is not None and cache.body is not None]
         if set(bodies) != self._bodies or len(bodies) != len(self._bodies):
             raise PoolCorrupt(f"{len(self._bodies)} bodies are known, rows have {len(bodies)}, or others")
-        self.pool.check([*(row.blocks for row in rows), *self.prefix.holders(), *self.frames.holders()])
+        arriving = () if self.rests is None else self.rests.holders()
+        self.pool.check([*(row.blocks for row in rows), *self.prefix.holders(), *self.frames.holders(), *arriving])
         self.frames.check(bodies, self.page_size)
         self.prefix.check()
 
@@ -289,6 +296,8 @@ class KVMemory:
         row.drafting.cache = cache
         self._drafting[row] = None
         self._count(cache)
+        if self.rests is not None:
+            self.rests.keep(row)
         self._tell_usage(row, float(choice.counts.mean()), 0)
 
     def give_up_drafts(self, row: Row) -> None:
@@ -305,11 +314,15 @@ class KVMemory:
         row.request.recount_blocks()
 
     def give_up_a_draft(self) -> bool:
-        """Take the small cache that was made last, for the sake of rows that need room; False: there is none."""
-        if not self._drafting:
-            return False
-        self.give_up_drafts(next(reversed(self._drafting)))
-        return True
+        """Take the small cache that was made last, for the sake of rows that need room; False: there is none.
+
+        A row that has parted with the rest of its KV keeps its own: it has nothing else to go on with.
+        """
+        whole = (row for row in reversed(self._drafting) if row.rest is None or not row.rest.is_parted)
+        row = next(whole, None)
+        if row is not None:
+            self.give_up_drafts(row)
+        return row is not None
 
     def offload(self, row: Row) -> None:
         """Save what a compressed row holds and take its memory: it could not be computed again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from kvikk.attention.plan import QueryRun
 from kvikk.compress import KVCacheParams
@@ -46,6 +46,28 @@ class Segment(NamedTuple):
     write: bool = True
 
 
+class Copying(Protocol):
+    """Blocks that are being copied beside the steps: `memory.Copying`, or a simulation of it."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all has been copied."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """How long it took. It is done."""
+        ...
+
+    def wait(self) -> None:
+        """Until it is done."""
+        ...
+
+    def settle(self) -> None:
+        """Whatever is asked of the device from now on happens after it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """A compressed row's bytes while it has no memory: it cannot be computed again.
@@ -77,6 +99,7 @@ class KVCacheUsage:
         rounds: verifications of drafts.
         drafted: tokens that were verified.
         accepted: of these, the ones that the whole cache would have said too.
+        moved_bytes: of its KV that went to the host's memory and came back from it, to be verified on.
     """
 
     policy: str
@@ -90,6 +113,37 @@ class KVCacheUsage:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    moved_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Rest:
+    """What the host's memory holds of a lossless row: its first blocks, for as long as it runs.
+
+    The row is *whole* while the device has these blocks too, and *parted* while the host alone does: its own blocks
+    begin behind them then. It is *leased* where it got them back to be verified, and will part with them again.
+
+    Args:
+        slots: where they lie, in order.
+        stop: the first position behind them.
+        saving: the copying of the last of them to the host.
+        is_parted: whether the host alone has them.
+        arriving: of a parted row, blocks that are being filled with them; none: it has not been its turn.
+        loading: the copying of those that were not cached; None: all were.
+        loading_blocks: how many those are.
+        is_leased: of a whole row, whether it is so for one verification.
+        is_verified: of a leased row, whether that has been planned.
+    """
+
+    slots: list[int]
+    stop: Position
+    saving: Copying
+    is_parted: bool = False
+    arriving: list[BlockId] = field(default_factory=list)
+    loading: Copying | None = None
+    loading_blocks: int = 0
+    is_leased: bool = False
+    is_verified: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +174,12 @@ class Drafting:
             return cls(RowDrafts(Acceptance(NGRAM)), lookup=PromptLookup(tokens))
         return cls(RowDrafts(Acceptance(SMALL_CACHE)))
 
+    def fork(self) -> Drafting:
+        """What a text that begins here drafts with: no small cache yet, and the same index of the prompt."""
+        if self.lookup is None:
+            return Drafting(RowDrafts(Acceptance(SMALL_CACHE)))
+        return Drafting(RowDrafts(Acceptance(NGRAM)), lookup=self.lookup.copy())
+
     @property
     def missing(self) -> int:
         """Tokens of the round that are still to be drafted."""
@@ -128,7 +188,7 @@ class Drafting:
     @property
     def tokens(self) -> list[int]:
         """What has been drafted in this round; the last ones may not be known yet."""
-        return [] if self.cache is None else self.cache.tokens[self.base :]
+        return [] if self.cache is None or not self.length else self.cache.tokens[self.base :]
 
     def begin(self, row: Row, length: int, page_size: int) -> None:
         """Let the small cache go on from where its row is; all blocks that it will write to are the row's own."""
@@ -138,10 +198,17 @@ class Drafting:
         del cache.tokens[self.base :]
         cache.tokens += row.tokens[self.base :]
         self.base, self.length = len(row.tokens), length
-        cache.blocks = row.blocks[cache.tail_start // page_size :]
+        cache.blocks = row.blocks[(cache.tail_start - row.tail_start) // page_size :]
         cache.segments = [Segment(self.base - 1, self.base)]
         cache.history = None if row.history is None else row.history.copy()
         cache.grammar = None if row.grammar is None else row.grammar.copy()
+
+    def go_on(self, row: Row, length: int, page_size: int) -> None:
+        """Let the small cache draft some tokens more in the round that it is in, as many in all."""
+        cache = self.cache
+        assert cache is not None
+        self.length = length
+        cache.blocks += row.blocks[(cache.tail_start - row.tail_start) // page_size + len(cache.blocks) :]
 
 
 @dataclass(slots=True, eq=False)
@@ -185,7 +252,10 @@ class Request:
 
     def recount_blocks(self) -> None:
         """The rows' blocks changed otherwise: count the distinct ones, and what the frames of bodies amount to."""
-        self.held_blocks = len({block for row in self.rows for block in row.blocks})
+        arriving = [row.rest.arriving for row in self.rows if row.rest is not None]
+        self.held_blocks = len(
+            {block for blocks in (*(row.blocks for row in self.rows), *arriving) for block in blocks}
+        )
         self.held_blocks += sum(row.body_blocks for row in self.rows)
         drafting = [row.drafting.cache for row in self.rows if row.drafting is not None]
         self.held_blocks += sum(cache.body_blocks for cache in drafting if cache is not None)
@@ -230,6 +300,8 @@ class Row:
     """The state after all tokens of the text."""
     drafting: Drafting | None = None
     """Of a lossless row: its KV is whole, and what it drafts with is beside it."""
+    rest: Rest | None = None
+    """Of a lossless row of which the host's memory has a part, or all but the tail."""
     draft_of: Row | None = None
     """Of the small cache of a lossless row: that row. Nothing that it says is told to anyone."""
     pending: int = 0
@@ -251,7 +323,9 @@ class Row:
     @property
     def tail_start(self) -> int:
         """The first position that lies in `blocks`."""
-        return 0 if self.body is None else self.body.stop
+        if self.body is not None:
+            return self.body.stop
+        return self.rest.stop if self.rest is not None and self.rest.is_parted else 0
 
     @property
     def is_due(self) -> bool:
@@ -330,7 +404,7 @@ class Row:
             queries=None if self.queries is None else self.queries.own(),
             history=None if self.history is None else self.history.copy(),
             grammar=None if self.grammar is None else self.grammar.copy(),
-            drafting=Drafting.of(self.request.kv_cache, self.tokens),
+            drafting=None if self.drafting is None else self.drafting.fork(),
         )
 
     def take(self, budget: int) -> list[QueryRun]:

@@ -13,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import log
 from typing import Final
 
 from kvikk.compress import KVCacheParams
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 NEAR_TIES: Final = (0.0, 0.125, 0.25)
 """In nats: where the two likeliest tokens are no further apart than this, rounding alone can decide between them."""
+
+EVEN, HOPELESS = 0.5, 0.1
+"""Chances that all tokens of a draft are right, at which a row on the host queues for the link, and drafts no more."""
 
 
 @dataclass(slots=True)
@@ -89,9 +93,17 @@ class DraftRounds:
             plan: has the other decoding rows.
             step_tokens: of the step, at the most.
         """
-        looking = [row for row in rows if _state(row).lookup is not None]
-        drafting = [row for row in rows if _state(row).lookup is None]
-        self._look_up(looking, plan, step_tokens - len(drafting))
+        looking, drafting, hosted = [], [], []
+        for row in rows:
+            if _state(row).lookup is not None:
+                looking.append(row)
+            elif row.rest is not None and (row.rest.is_parted or row.rest.is_leased):
+                hosted.append(row)
+            else:
+                drafting.append(row)
+        self._look_up(looking, plan, step_tokens - len(drafting) - len(hosted))
+        for left, row in zip(range(len(hosted) - 1, -1, -1), hosted, strict=True):
+            self._draft_hosted(row, plan, step_tokens - plan.tokens - len(drafting) - left)
         self._draft(drafting, plan, step_tokens)
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
@@ -167,7 +179,51 @@ class DraftRounds:
             self._add(row, drafted[:spare], plan)
             spare -= len(drafted[:spare])
 
-    # Both
+    # Rows whose whole KV is on the host
+
+    def _draft_hosted(self, row: Row, plan: StepPlan, step_tokens: int) -> None:
+        """Draft a token more until the row is whole, and verify all of them as soon as it is.
+
+        It waits for no other row: what it waits for is the link.
+        """
+        state, rest = _state(row), row.rest
+        assert rest is not None
+        assert self._kv.rests is not None
+        if rest.is_leased:
+            if UNKNOWN not in state.tokens and not row.pending and not rest.is_verified:
+                self._add(row, state.tokens[: max(0, step_tokens - 1)], plan)
+                rest.is_verified = True
+            return
+        wanted, most = self._wanted(row), self._most(row)
+        if state.cache is not None and not state.length and (length := self._with_room(row, min(wanted, most))):
+            state.begin(row, length, self._page_size)
+        elif state.length and not state.missing and self._goes_on(row, most):
+            length = self._with_room(row, len(state.tokens) + 1)
+            state.go_on(row, max(length, len(state.tokens)), self._page_size)
+        if state.missing:
+            assert state.cache is not None
+            plan.add(state.cache, 1)
+        if not state.missing or len(state.tokens) + 1 >= wanted:
+            self._kv.rests.want(row)
+
+    def _wanted(self, row: Row) -> int:
+        """How many tokens a row drafts before it queues to be whole: until the next is likelier wrong than right."""
+        asked = _params(row).draft_tokens
+        if asked is not None:
+            return asked
+        acceptance = _state(row).record.acceptance.probability
+        return _drafts_until(EVEN, acceptance)
+
+    def _goes_on(self, row: Row, most: int) -> bool:
+        """Whether a row that has drafted all that it wanted drafts another token while it waits."""
+        state = _state(row)
+        if _params(row).draft_tokens is not None or len(state.tokens) >= most:
+            return False
+        if state.tokens[-1] in row.request.stop_ids:
+            return False
+        return len(state.tokens) < _drafts_until(HOPELESS, state.record.acceptance.probability)
+
+    # All
 
     def _ready(self, rows: Sequence[Row], plan: StepPlan) -> list[Row]:
         """The rows that can begin something; those whose last token is not known yet go on plainly, or wait for it."""
@@ -223,11 +279,18 @@ class DraftRounds:
 
     def _with_room(self, row: Row, length: int) -> int:
         """Give a row blocks for the tokens that it drafts, as far as that takes nothing from other rows."""
-        blocks = -(-(len(row.tokens) + length) // self._page_size) - len(row.blocks)
+        blocks = -(-(len(row.tokens) - row.tail_start + length) // self._page_size) - len(row.blocks)
         if blocks > 0 and self._kv.make_room(blocks):
             row.blocks += self._kv.pool.take(blocks)
             row.request.recount_blocks()
-        return min(length, len(row.blocks) * self._page_size - len(row.tokens))
+        return min(length, row.tail_start + len(row.blocks) * self._page_size - len(row.tokens))
+
+
+def _drafts_until(chance: float, acceptance: float) -> int:
+    """Tokens to draft until all of them are right with no more than this chance; one at the least."""
+    if acceptance >= 1:
+        return MAX_DRAFT_TOKENS
+    return max(1, min(MAX_DRAFT_TOKENS, int(log(chance) / log(acceptance)))) if acceptance > 0 else 1
 
 
 def _state(row: Row) -> Drafting:

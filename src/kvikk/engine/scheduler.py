@@ -10,6 +10,7 @@ from math import ceil
 from kvikk.engine.config import SchedulerConfig
 from kvikk.engine.kv import KVMemory
 from kvikk.engine.request import FinishReason, Row, Segment
+from kvikk.engine.rest import Rests
 from kvikk.engine.rounds import DraftRounds
 from kvikk.engine.step import ScheduledRow, StepPlan
 from kvikk.engine.tier import EngineTier
@@ -58,6 +59,8 @@ class Scheduler:
         Every plan must be followed by `commit` or `roll_back`, or its rows removed.
         """
         plan = StepPlan()
+        if self._kv.rests is not None:
+            self._make_whole(self._kv.rests, plan)
         prompts, drafting = [], []
         for row in list(self.running):
             if not row.is_running or row.is_due:  # it has just been preempted, or waits to be compacted
@@ -120,12 +123,15 @@ class Scheduler:
     def find_room(self, blocks: int, row: Row) -> bool:
         """Come nearer to having so many blocks free for a running row.
 
-        By joining and eviction, by giving up what a lossless row drafts with, or by one preemption.
+        By joining and eviction, by parting a lossless row with what the host has too, by giving up what another one
+        drafts with, or by one preemption.
 
         A preemption can also spare the row blocks, by leaving it alone with those that it shared: ask again for what
         it needs then. False when `row` itself was the last to arrive: it has been preempted.
         """
-        if self._kv.make_room(blocks) or self._kv.give_up_a_draft():
+        if self._kv.make_room(blocks) or (self._kv.rests is not None and self._kv.rests.part_one()):
+            return True
+        if self._kv.give_up_a_draft():
             return True
         victim = self.running[-1]
         self._preempt(victim)
@@ -182,6 +188,20 @@ class Scheduler:
             self._prefix.release([shared])
         row.request.note_block()
         return True
+
+    def _make_whole(self, rests: Rests, plan: StepPlan) -> None:
+        """Give parted rows back what they are to be verified on, as far as there is room.
+
+        Where no row would become whole otherwise, others pay for it.
+        """
+        rests.take_back(is_room_wanted=bool(self.waiting))
+        row = rests.load(len(self.running))
+        while row is not None and not rests.load_row(row):
+            preemptions = self.preemptions
+            is_left = self.find_room(rests.blocks_to_load(row), row)
+            plan.preempted += self.preemptions - preemptions
+            if not is_left:
+                return
 
     def _preempt(self, row: Row) -> None:
         """Take a running row's memory.
@@ -270,7 +290,11 @@ class Scheduler:
         found = [block for block in hits if block is not None]
         needed = ceil(len(row.tokens) / self._page_size) - len(found)
         cached = sum(self._pool.references(block) == 0 for block in found)
-        return needed + cached + self._reserved(row) <= self._kv.obtainable
+        needed += cached + self._reserved(row)
+        rests = self._kv.rests
+        if rests is None:
+            return needed <= self._kv.obtainable
+        return needed + rests.staging <= self._kv.obtainable or rests.part_for(needed)
 
     def _start(self, row: Row, hits: list[BlockId | None]) -> None:
         """Give a row these blocks, and its segments; there is room."""
@@ -291,7 +315,8 @@ class Scheduler:
     def _resume(self, row: Row) -> bool:
         """Give a compressed row its memory back; False when there is no room."""
         needed = self._kv.blocks_to_resume(row)
-        if needed + self._reserved(row) > self._kv.obtainable:
+        staging = 0 if self._kv.rests is None else self._kv.rests.staging
+        if needed + self._reserved(row) + staging > self._kv.obtainable:
             return False
         self._kv.make_room(needed)
         self._kv.resume(row)

@@ -9,15 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-import torch
-
 from kvikk.engine.kv import KVMemory
 from kvikk.engine.prompt_speed import PromptSpeed
 from kvikk.engine.request import Row
-from kvikk.errors import ConfigError
 from kvikk.geometry import KVGeometry
-from kvikk.memory import BlockTransfer, KVStore, format_bytes
-from kvikk.memory.sizing import free_memory_bytes
+from kvikk.memory import BlockTransfer, KVStore, check_host_memory
 from kvikk.tier import Arrival, PrefixTier, Ticket, TierConfig, TierCounters
 from kvikk.types import BlockId, BlockKey
 
@@ -279,12 +275,8 @@ def tier_maker(config: TierConfig, store: KVStore) -> Callable[[KVMemory, Callab
     """
     if not config.is_on:
         return None
-    free_bytes = free_memory_bytes(torch.device("cpu"))
-    if config.memory_bytes > free_bytes:
-        raise ConfigError(
-            f"--prefix-tier-memory {config.prefix_tier_memory} is more than the {format_bytes(free_bytes)} that the "
-            "host has free: give less"
-        )
+    if config.prefix_tier_memory is not None:
+        check_host_memory("--prefix-tier-memory", config.prefix_tier_memory, config.memory_bytes)
     host, outer = config.open_stores()
     logger.info("prefix tier: %s", config)
 

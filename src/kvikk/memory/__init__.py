@@ -5,7 +5,8 @@
 - `pool.BlockPool`: the ownership, reference counts and `check()`.
 - `body.Body`: what a compressed row keeps, per lane; `compaction` makes a smaller one from a mask of what is kept.
 - `frames.FramePool`: the ownership of single frames, and the joining of blocks that were split for them.
-- `transfer`: whole blocks to the host's memory and back, without waiting.
+- `transfer`: whole blocks to the host's memory and back, without waiting, for others to keep; `rest`: for as long as a
+  row wants them there.
 - `upload`: small arrays to the device, without waiting either.
 - `sizing`: from `--kv-memory 4GiB` to a number of blocks.
 
@@ -17,7 +18,16 @@ from kvikk.memory.body import Body
 from kvikk.memory.compaction import Compaction, Held, Moves, frames_wanted, held_by, plan_compaction
 from kvikk.memory.frames import FramePool
 from kvikk.memory.pool import BlockPool
-from kvikk.memory.sizing import QUANTISED, MemoryConfig, check_device, format_bytes, pool_blocks, why_no_fp8
+from kvikk.memory.rest import Copying, RestStore
+from kvikk.memory.sizing import (
+    QUANTISED,
+    MemoryConfig,
+    check_device,
+    check_host_memory,
+    format_bytes,
+    pool_blocks,
+    why_no_fp8,
+)
 from kvikk.memory.storage import KVStore
 from kvikk.memory.transfer import BlockTransfer
 from kvikk.memory.upload import upload
@@ -28,12 +38,15 @@ __all__ = [
     "BlockTransfer",
     "Body",
     "Compaction",
+    "Copying",
     "FramePool",
     "Held",
     "KVStore",
     "MemoryConfig",
     "Moves",
+    "RestStore",
     "check_device",
+    "check_host_memory",
     "format_bytes",
     "frames_wanted",
     "held_by",

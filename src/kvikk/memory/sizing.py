@@ -12,7 +12,7 @@ import torch
 
 from kvikk.errors import ConfigError
 from kvikk.geometry import INT4, KVGeometry
-from kvikk.quantities import BYTES, parse_amount
+from kvikk.quantities import BYTES, memory_size, parse_amount
 
 CGROUP = Path("/sys/fs/cgroup")
 DEFAULT_CPU_KV_MEMORY = "50%"
@@ -38,12 +38,15 @@ class MemoryConfig:
             each token and head, about half of what bf16 takes, and quicker to read; costs a little quality. `fp8`: the
             same with e4m3 numbers, on GPUs that have them. `int4`: half a byte for each number and two scales, 0.31 of
             what bf16 takes in heads of 64 and 0.28 in heads of 128; costs more quality, most of it in small models.
+        kv_host_memory: memory of the host for the whole KV of lossless requests, such as `40GiB`. Where the KV memory
+            is short they give up theirs, and get it back for each verification; without it they keep it.
     """
 
     kv_memory: str | None = None
     gpu_memory_utilization: float | None = None
     block_size: int = 16
     kv_dtype: KVDtype = "auto"
+    kv_host_memory: str | None = None
 
     def __post_init__(self) -> None:
         if self.block_size not in (16, 32):
@@ -54,9 +57,16 @@ class MemoryConfig:
             raise ConfigError("--kv-memory and --gpu-memory-utilization exclude each other: give one of them")
         if self.kv_memory is not None:
             parse_kv_memory(self.kv_memory, free_bytes=2**40)
+        if self.kv_host_memory is not None:
+            memory_size("--kv-host-memory", self.kv_host_memory)
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ConfigError(f"--gpu-memory-utilization {share} is not a share above 0 and up to 1")
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the host, for the whole KV of lossless requests."""
+        return 0 if self.kv_host_memory is None else memory_size("--kv-host-memory", self.kv_host_memory)
 
 
 def parse_kv_memory(text: str, *, free_bytes: int) -> int:
@@ -84,6 +94,24 @@ def free_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min([int(psutil.virtual_memory().available), *_container_rooms(CGROUP)])
+
+
+def check_host_memory(flag: str, text: str, size_bytes: int) -> None:
+    """Refuse more of the host's memory than is free.
+
+    Args:
+        flag: that asks for it.
+        text: as it was given.
+        size_bytes: that it stands for.
+
+    Raises:
+        ConfigError: names what is free.
+    """
+    free_bytes = free_memory_bytes(torch.device("cpu"))
+    if size_bytes > free_bytes:
+        raise ConfigError(
+            f"{flag} {text} is more than the {format_bytes(free_bytes)} that the host has free: give less"
+        )
 
 
 def _container_rooms(folder: Path) -> list[int]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 
 from kvikk.configuration import secret
 from kvikk.errors import ConfigError
-from kvikk.quantities import BYTES, parse_amount
+from kvikk.quantities import memory_size
 from kvikk.tier.files import FsspecStore
 from kvikk.tier.host import HostStore
 from kvikk.tier.redis import SCHEMES, RedisStore
@@ -37,7 +36,7 @@ class TierConfig:
     def __post_init__(self) -> None:
         for flag, text in (("memory", self.prefix_tier_memory), ("size", self.prefix_tier_size)):
             if text is not None:
-                _parse_bytes(f"--prefix-tier-{flag}", text)
+                memory_size(f"--prefix-tier-{flag}", text)
         if not 0 < self.prefix_tier_timeout < 3600:
             raise ConfigError(
                 f"--prefix-tier-timeout {self.prefix_tier_timeout} is not a time: give seconds above 0 and below 3,600"
@@ -62,7 +61,7 @@ class TierConfig:
     def memory_bytes(self) -> int:
         """Of the host."""
         text = self.prefix_tier_memory
-        return 0 if text is None else _parse_bytes("--prefix-tier-memory", text)
+        return 0 if text is None else memory_size("--prefix-tier-memory", text)
 
     def open_stores(self) -> tuple[HostStore | None, Store | None]:
         """The places that are named: the host's memory, and the one behind it.
@@ -75,21 +74,10 @@ class TierConfig:
         if url is not None and self._is_redis:
             outer = RedisStore(url, self.prefix_tier_timeout)
         elif url is not None:
-            size_bytes = _parse_bytes("--prefix-tier-size", self.prefix_tier_size or DEFAULT_SIZE)
+            size_bytes = memory_size("--prefix-tier-size", self.prefix_tier_size or DEFAULT_SIZE)
             return host, FsspecStore(url, size_bytes)
         return host, outer
 
     @property
     def _is_redis(self) -> bool:
         return self.prefix_tier_url is not None and self.prefix_tier_url.partition("://")[0] in SCHEMES
-
-
-def _parse_bytes(flag: str, text: str) -> int:
-    """Bytes that `8GiB` or `500MB` stand for."""
-    amount = parse_amount(text)
-    if amount is None or amount[1] == "%":
-        raise ConfigError(f"{flag} {text!r} is not a size: write 8GiB or 500MB")
-    number, unit = amount
-    if not isfinite(number) or not 0 < number * BYTES[unit or "b"] < 2**60:
-        raise ConfigError(f"{flag} {text!r} is not a size that can be had: write 8GiB or 500MB")
-    return int(number * BYTES[unit or "b"])

@@ -183,16 +183,3 @@ def keep_queries(q: Tensor, places: Tensor, target: Tensor) -> None:
     """Copy the queries that have a place, as `watch.keep_queries` does."""
     kept = places >= 0
     target[places[kept].long()] = q[kept]
-
-
-def gather_rows(source: Tensor, target: Tensor, source_rows: Tensor, target_rows: Tensor, count: Tensor) -> None:
-    """Copy `source[source_rows[i]]` to `target[target_rows[i]]` for every i below `count`.
-
-    Args:
-        source: `[rows, width]` int32.
-        target: `[rows, width]` int32.
-        source_rows, target_rows: `[capacity]` int64.
-        count: `[1]` int32: how many are copied.
-    """
-    for index in range(int(count)):
-        target[target_rows[index]] = source[source_rows[index].to(source.device)].to(target.device)

@@ -1,0 +1,320 @@
+"""Lossless rows whose whole KV lies in the host's memory: they draft on the device, and get it back to be verified.
+
+Every small cache is made together with a copy of its row's full blocks in the host's memory. From then on the row can
+*part* with these blocks: they are given up when others need the room, and what is left of the row on the device is its
+small cache and its tail. So more rows draft at a time than the device could hold. When a parted row has drafted enough
+it queues for the link: it gets blocks, those that the prefix cache still has and others that are copied in, and drafts
+on while they come. With them it is a whole row, its tokens are verified as any row's are, and it parts again, unless no
+one needs the room any more.
+
+A row that is whole for good is verified for nothing, one that parts costs the link its whole length each time. So rows
+part only when that lets another one start, or keeps one from being preempted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+from kvikk.engine.request import Copying, Rest, Row
+from kvikk.types import BlockId, Position
+
+if TYPE_CHECKING:
+    from kvikk.engine.kv import KVMemory
+
+LOADS_AT_ONCE: Final = 2
+"""Rows that get their blocks back at a time: one follows the other on the link, and more would only take room."""
+
+
+class RestBytes(Protocol):
+    """Holds blocks in the host's memory: `memory.RestStore`, or a simulation of it."""
+
+    @property
+    def total(self) -> int:
+        """Blocks that it can hold."""
+        ...
+
+    @property
+    def free(self) -> int:
+        """Blocks that there is room for."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        ...
+
+    def save(self, blocks: Sequence[BlockId]) -> tuple[list[int], Copying]:
+        """Begin to copy blocks out of the pool, no more than `free`. Returns their slots."""
+        ...
+
+    def load(self, slots: Sequence[int], blocks: Sequence[BlockId], after: Copying) -> Copying:
+        """Begin to copy slots back into the pool, to blocks that no one else has."""
+        ...
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """These slots are not needed any more; a copy to or from them may still be under way."""
+        ...
+
+
+@dataclass(slots=True)
+class RestCounters:
+    """Since the start; only ever grow.
+
+    Args:
+        saved_blocks: copied to the host.
+        loaded_blocks: copied back.
+        found_blocks: of rows that got theirs back, those that were still cached on the device.
+        partings: rows that gave up what the host had.
+        refused: rows that the host had no room for.
+    """
+
+    saved_blocks: int = 0
+    loaded_blocks: int = 0
+    found_blocks: int = 0
+    partings: int = 0
+    refused: int = 0
+
+
+class Rests:
+    """Parts rows with what the host has of them, and gets it back.
+
+    Args:
+        kv: gives room, and takes it.
+        store: the host's memory.
+    """
+
+    def __init__(self, kv: KVMemory, store: RestBytes) -> None:
+        self.counters = RestCounters()
+        self.load_block_s = 0.0
+        """What the link takes for a block, running; 0: nothing was loaded yet."""
+        self._kv = kv
+        self._store = store
+        self._rows: dict[Row, Rest] = {}
+        """All that the host has something of, in the order in which they came."""
+        self._queue: dict[Row, None] = {}
+        """Parted rows that want to be whole, in the order in which they will be."""
+
+    @property
+    def parted(self) -> int:
+        """Rows whose first blocks the host alone has."""
+        return sum(rest.is_parted for rest in self._rows.values())
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the host's memory."""
+        return (self._store.total - self._store.free) * self._store.block_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the host's memory that may be used."""
+        return self._store.total * self._store.block_bytes
+
+    @property
+    def staging(self) -> int:
+        """Blocks that must stay obtainable for the longest of the parted rows to be whole again at times."""
+        return self._staging([])
+
+    def holders(self) -> Iterator[list[BlockId]]:
+        """Blocks that are held for parted rows and are not theirs yet, for `BlockPool.check`."""
+        return (rest.arriving for rest in self._rows.values())
+
+    # The host's copy
+
+    def keep(self, row: Row) -> None:
+        """A whole row has got a small cache anew: have the host hold all full blocks before that one's tail."""
+        drafting = row.drafting
+        if drafting is None or drafting.cache is None or not _drafts(row):
+            return
+        rest = row.rest
+        first = 0 if rest is None else len(rest.slots)
+        blocks = row.blocks[first : drafting.cache.tail_start // self._kv.page_size]
+        if not blocks:
+            return
+        if len(blocks) > self._store.free:
+            self.counters.refused += 1
+            return
+        slots, saving = self._store.save(blocks)
+        if rest is None:
+            row.rest = rest = self._rows[row] = Rest([], Position(0), saving)
+        rest.slots += slots
+        rest.stop, rest.saving = Position(len(rest.slots) * self._kv.page_size), saving
+        self.counters.saved_blocks += len(blocks)
+        self._note_moved(row, len(blocks))
+
+    def forget(self, row: Row) -> None:
+        """A row's memory is taken: the host's part of it, too."""
+        rest = self._rows.pop(row, None)
+        if rest is None:
+            return
+        self._queue.pop(row, None)
+        if rest.loading is not None:
+            rest.loading.settle()
+        self._kv.prefix.release(rest.arriving)
+        self._store.give_back(rest.slots)
+        row.rest = None
+
+    # Parting
+
+    def part_one(self) -> bool:
+        """Make room by parting the row that came last, of those that can; False: there is none."""
+        victim = next(self._partable(), None)
+        if victim is not None:
+            self._part(victim)
+        return victim is not None
+
+    def part_for(self, blocks: int) -> bool:
+        """Part rows, so that as many blocks become obtainable and what parted rows need besides.
+
+        Returns:
+            False, and nothing done, where there are not enough.
+        """
+        victims: list[Row] = []
+        obtainable = self._kv.obtainable
+        for row in self._partable():
+            if obtainable >= blocks + self._staging(victims):
+                break
+            victims.append(row)
+            obtainable += self._frees(row)
+        if not victims or obtainable < blocks + self._staging(victims):
+            return False
+        for row in victims:
+            self._part(row)
+        return True
+
+    # Coming back
+
+    def want(self, row: Row) -> None:
+        """A parted row would be whole, in its turn."""
+        rest = self._rows[row]
+        if rest.is_parted and not rest.arriving:
+            self._queue.setdefault(row)
+
+    def take_back(self, *, is_room_wanted: bool) -> None:
+        """Between two steps: rows whose blocks have come are whole, those that have been verified part again.
+
+        Args:
+            is_room_wanted: whether rows wait that there is no room for.
+        """
+        for row, rest in self._rows.items():
+            if rest.arriving:
+                if rest.loading is None or rest.loading.is_done:
+                    self._arrive(row, rest)
+            elif rest.is_leased and rest.is_verified and _is_between_steps(row):
+                rest.is_leased = rest.is_verified = False
+                if (self._queue or is_room_wanted) and self._can_part(row):
+                    self._part(row)
+
+    def load(self, spare: int) -> Row | None:
+        """Have the next rows of the queue get their blocks, as far as there is room.
+
+        Args:
+            spare: blocks to leave obtainable.
+
+        Returns:
+            A row that nothing will make room for by itself, as no other row is whole for a while.
+        """
+        while self._queue and self._arriving < LOADS_AT_ONCE:
+            row = next(iter(self._queue))
+            if not self.load_row(row, spare):
+                return None if self._arriving or any(rest.is_leased for rest in self._rows.values()) else row
+        return None
+
+    def load_row(self, row: Row, spare: int = 0) -> bool:
+        """Give a parted row blocks, and begin to fill them; False when there is no room."""
+        rest, prefix = self._rows[row], self._kv.prefix
+        count = len(rest.slots)
+        keys = row.full_block_keys(self._kv.page_size)[:count] if prefix.enabled else []
+        hits = prefix.lookup(keys) if keys else [None] * count
+        found = [hit for hit in hits if hit is not None]
+        prefix.acquire(found)
+        missing = [slot for slot, hit in zip(rest.slots, hits, strict=True) if hit is None]
+        if len(missing) + spare > self._kv.obtainable:
+            prefix.release(found)
+            return False
+        self._kv.make_room(len(missing))
+        fresh = self._kv.pool.take(len(missing))
+        blocks = iter(fresh)
+        rest.arriving = [next(blocks) if hit is None else hit for hit in hits]
+        rest.loading = self._store.load(missing, fresh, rest.saving) if missing else None
+        rest.loading_blocks = len(missing)
+        self._queue.pop(row, None)
+        self.counters.loaded_blocks += len(missing)
+        self.counters.found_blocks += len(found)
+        self._note_moved(row, len(missing))
+        row.request.recount_blocks()
+        return True
+
+    def blocks_to_load(self, row: Row) -> int:
+        """Blocks that a parted row needs at the most."""
+        return len(self._rows[row].slots)
+
+    def wait(self) -> bool:
+        """Until the first of the blocks that are being copied are there; False: there are none."""
+        loading = next((rest.loading for rest in self._rows.values() if rest.arriving), None)
+        if loading is not None:
+            loading.wait()
+        return loading is not None
+
+    # Parts of these
+
+    @property
+    def _arriving(self) -> int:
+        return sum(bool(rest.arriving) for rest in self._rows.values())
+
+    def _arrive(self, row: Row, rest: Rest) -> None:
+        if rest.loading is not None:
+            seconds = rest.loading.seconds / rest.loading_blocks
+            self.load_block_s = seconds if not self.load_block_s else 0.9 * self.load_block_s + 0.1 * seconds
+        row.blocks = rest.arriving + row.blocks
+        rest.arriving, rest.loading, rest.is_parted = [], None, False
+        rest.is_leased = True
+        row.request.recount_blocks()
+
+    def _part(self, row: Row) -> None:
+        rest = self._rows[row]
+        given_up = row.blocks[: len(rest.slots)]
+        row.blocks = row.blocks[len(rest.slots) :]
+        rest.is_parted, rest.is_leased, rest.is_verified = True, False, False
+        self._kv.prefix.release(given_up)
+        self.counters.partings += 1
+        row.request.recount_blocks()
+
+    def _partable(self) -> Iterator[Row]:
+        """Rows that can part and make room by it, the last that came first."""
+        rows = [row for row, rest in self._rows.items() if not rest.is_leased and self._can_part(row)]
+        rows.sort(key=lambda row: row.request.number, reverse=True)
+        return (row for row in rows if self._frees(row))
+
+    def _can_part(self, row: Row) -> bool:
+        rest, drafting = self._rows[row], row.drafting
+        assert drafting is not None
+        drafts = drafting.cache is not None and drafting.record.fallback is None
+        return drafts and not rest.is_parted and rest.saving.is_done and _is_between_steps(row)
+
+    def _frees(self, row: Row) -> int:
+        references = self._kv.pool.references
+        return sum(references(block) == 1 for block in row.blocks[: len(self._rows[row].slots)])
+
+    def _staging(self, parting: Sequence[Row]) -> int:
+        """What `staging` is once some rows more have parted."""
+        needs = [len(rest.slots) for row, rest in self._rows.items() if rest.is_parted or row in parting]
+        held = sum(len(rest.slots) for rest in self._rows.values() if rest.arriving or rest.is_leased)
+        return max(0, max(needs, default=0) - held)
+
+    def _note_moved(self, row: Row, blocks: int) -> None:
+        usage = row.request.kv_usage
+        assert usage is not None
+        usage.moved_bytes += blocks * self._store.block_bytes
+
+
+def _drafts(row: Row) -> bool:
+    """Whether the request does not say that nothing is to be drafted."""
+    params = row.request.kv_cache
+    return params is not None and params.draft_tokens != 0
+
+
+def _is_between_steps(row: Row) -> bool:
+    """Whether no step that was planned reads or writes the row, which has its last token to compute."""
+    return row.is_running and row.missing_tokens == 1 and not row.pending and not row.is_due
