@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -280,12 +280,15 @@ class KVMemory:
         stop = Position(row.front // self.page_size * self.page_size)
         everything = self._held(row, row.blocks)
         choice = self.compressor.choose(row, everything, stop)
+        if int(choice.counts.min()) == row.front:  # a budget that holds so short a text
+            return
         counts = choice.counts - (row.front - stop)
         held = everything.first(stop // self.page_size, self.page_size)
         held = replace(held, is_own=np.zeros_like(held.is_own))  # all is copied
         frames = int(frames_wanted(held, counts, self.page_size).sum())
-        if not self.make_room(self.frames.blocks_needed(frames)):
-            return
+        while (blocks := self.frames.blocks_needed(frames)) > self.pool.free:  # joining takes free frames as well
+            if not self.make_room(blocks):
+                return
         fresh = self.frames.take(frames)
         keep = choice.keep[:, : held.live.shape[1]]
         plan = plan_compaction(held, keep, counts, fresh, stop=stop, page_size=self.page_size)
@@ -318,11 +321,48 @@ class KVMemory:
 
         A row that has parted with the rest of its KV keeps its own: it has nothing else to go on with.
         """
-        whole = (row for row in reversed(self._drafting) if row.rest is None or not row.rest.is_parted)
-        row = next(whole, None)
+        row = next(self._drafting_on_whole(), None)
         if row is not None:
             self.give_up_drafts(row)
         return row is not None
+
+    def give_up_drafts_for(self, blocks: int, most: float) -> bool:
+        """Take small caches, the last that were made first, so that as many blocks become obtainable.
+
+        Args:
+            blocks: to become so.
+            most: small caches to take.
+
+        Returns:
+            False, and nothing done, where that is not enough.
+        """
+        victims: list[Row] = []
+        frames, needed = 0, blocks - self.obtainable + self.frames.joinable
+        for row in self._drafting_on_whole():
+            if self.frames.joinable_after(frames) >= needed:
+                break
+            assert row.drafting is not None
+            assert row.drafting.cache is not None
+            assert row.drafting.cache.body is not None
+            victims.append(row)
+            frames += row.drafting.cache.body.frame_count(self.page_size)
+        if self.frames.joinable_after(frames) < needed or len(victims) > most:
+            return False
+        for row in victims:
+            self.give_up_drafts(row)
+        return True
+
+    def _drafting_on_whole(self) -> Iterator[Row]:
+        """Rows with small caches that can go on without, the last that got theirs first."""
+        return (row for row in reversed(self._drafting) if row.rest is None or not row.rest.is_parted)
+
+    def trim(self, row: Row) -> None:
+        """Take the blocks behind a row's last token that it got for drafts; it is in no round, and no step has it."""
+        needed = -(-(len(row.tokens) - row.tail_start) // self.page_size)
+        if len(row.blocks) > needed:
+            self.prefix.release(row.blocks[needed:])
+            del row.blocks[needed:]
+            row.request.recount_blocks()
 
     def offload(self, row: Row) -> None:
         """Save what a compressed row holds and take its memory: it could not be computed again."""

@@ -201,7 +201,7 @@ class Rests:
             if rest.arriving:
                 if rest.loading is None or rest.loading.is_done:
                     self._arrive(row, rest)
-            elif rest.is_leased and rest.is_verified and _is_between_steps(row):
+            elif rest.is_leased and rest.is_verified and is_between_steps(row):
                 rest.is_leased = rest.is_verified = False
                 if (self._queue or is_room_wanted) and self._can_part(row):
                     self._part(row)
@@ -291,7 +291,7 @@ class Rests:
         rest, drafting = self._rows[row], row.drafting
         assert drafting is not None
         drafts = drafting.cache is not None and drafting.record.fallback is None
-        return drafts and not rest.is_parted and rest.saving.is_done and _is_between_steps(row)
+        return drafts and not rest.is_parted and rest.saving.is_done and is_between_steps(row)
 
     def _frees(self, row: Row) -> int:
         references = self._kv.pool.references
@@ -315,6 +315,6 @@ def _drafts(row: Row) -> bool:
     return params is not None and params.draft_tokens != 0
 
 
-def _is_between_steps(row: Row) -> bool:
+def is_between_steps(row: Row) -> bool:
     """Whether no step that was planned reads or writes the row, which has its last token to compute."""
     return row.is_running and row.missing_tokens == 1 and not row.pending and not row.is_due

@@ -79,7 +79,8 @@ class DraftRounds:
         self.fallbacks: Counter[Fallback] = Counter()
         """How often a row began to decode plainly, and why."""
         self.promised_gain: float | None = None
-        """How much faster than plainly the rows that began a round last would be, at best; None: not known yet."""
+        """How much faster than plainly the rows that last began a round with small caches would be, at best; None: not
+        known yet."""
         self._kv = kv
         self._page_size = kv.page_size
         self._max_model_len = max_model_len
@@ -91,7 +92,7 @@ class DraftRounds:
             rows: running ones, whose last token is all that they have to compute, each with a block of its own for
                 it; of small caches none.
             plan: has the other decoding rows.
-            step_tokens: of the step, at the most.
+            step_tokens: of the step, at the most; but each row's own token is computed in any case.
         """
         looking, drafting, hosted = [], [], []
         for row in rows:
@@ -252,7 +253,7 @@ class DraftRounds:
         """How many tokens rows draft now: as many as pay, or as their requests say."""
         costs = self.times.costs(len(rows), drafts_are_free=drafts_are_free)
         planned = plan_round([_state(row).record for row in rows], most, costs)
-        if planned.best is not None:
+        if planned.best is not None and not drafts_are_free:
             self.promised_gain = planned.best.tokens_per_s / planned.best.plain_tokens_per_s
         for index, row in enumerate(rows):
             asked = _params(row).draft_tokens

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections.abc import Iterable, Sequence
-from math import ceil
+from math import ceil, inf
 
 from kvikk.engine.config import SchedulerConfig
 from kvikk.engine.kv import KVMemory
 from kvikk.engine.request import FinishReason, Row, Segment
-from kvikk.engine.rest import Rests
+from kvikk.engine.rest import Rests, is_between_steps
 from kvikk.engine.rounds import DraftRounds
 from kvikk.engine.step import ScheduledRow, StepPlan
 from kvikk.engine.tier import EngineTier
@@ -47,6 +47,8 @@ class Scheduler:
         self._page_size = kv.page_size
         self._step_tokens = config.step_tokens()
         self._reserve = ceil(config.admission_reserve * kv.pool.total)
+        self._short_of = 0
+        """Blocks that must be obtainable for the next row to start, when that is what it waits for; else 0."""
         self.rounds = DraftRounds(kv, max_model_len)
 
     def add(self, row: Row) -> None:
@@ -61,6 +63,8 @@ class Scheduler:
         plan = StepPlan()
         if self._kv.rests is not None:
             self._make_whole(self._kv.rests, plan)
+        if self._short_of:
+            self._give_way()
         prompts, drafting = [], []
         for row in list(self.running):
             if not row.is_running or row.is_due:  # it has just been preempted, or waits to be compacted
@@ -75,7 +79,8 @@ class Scheduler:
                     plan.add(row, 1)
         if drafting:
             plan.has_lossless = True
-            self.rounds.schedule(drafting, plan, self._step_tokens)
+            others = bool(prompts or self.waiting)  # drafts leave them half of the step
+            self.rounds.schedule(drafting, plan, self._step_tokens // 2 if others else self._step_tokens)
         for row in prompts:
             if row.is_running and plan.tokens < self._step_tokens:
                 plan.add(row, self._step_tokens - plan.tokens)
@@ -123,15 +128,15 @@ class Scheduler:
     def find_room(self, blocks: int, row: Row) -> bool:
         """Come nearer to having so many blocks free for a running row.
 
-        By joining and eviction, by parting a lossless row with what the host has too, by giving up what another one
-        drafts with, or by one preemption.
+        By joining and eviction, by taking back what was taken for drafts, by parting a lossless row with what the host
+        has too, by giving up what another one drafts with, or by one preemption.
 
         A preemption can also spare the row blocks, by leaving it alone with those that it shared: ask again for what
         it needs then. False when `row` itself was the last to arrive: it has been preempted.
         """
-        if self._kv.make_room(blocks) or (self._kv.rests is not None and self._kv.rests.part_one()):
+        if self._kv.make_room(blocks) or self._take_back_drafts():
             return True
-        if self._kv.give_up_a_draft():
+        if (self._kv.rests is not None and self._kv.rests.part_one()) or self._kv.give_up_a_draft():
             return True
         victim = self.running[-1]
         self._preempt(victim)
@@ -203,6 +208,24 @@ class Scheduler:
             if not is_left:
                 return
 
+    def _take_back_drafts(self) -> bool:
+        """Take the blocks that lossless rows got for drafts and need no more; False: there are none."""
+        free = self._pool.free
+        for row in self.running:
+            if row.drafting is not None and not row.drafting.length and is_between_steps(row):
+                self._kv.trim(row)
+        return self._pool.free > free
+
+    def _give_way(self) -> None:
+        """The next row waits for room: take it from what others draft with, where that costs less than the row brings.
+
+        A row more brings the speed of one row. A small cache brings what drafting gains, for one row.
+        """
+        if self._kv.obtainable < self._short_of and self.running:
+            self._take_back_drafts()
+            gain = (self.rounds.promised_gain or 1) - 1
+            self._kv.give_up_drafts_for(self._short_of, most=1 / gain if gain > 0 else inf)
+
     def _preempt(self, row: Row) -> None:
         """Take a running row's memory.
 
@@ -246,6 +269,7 @@ class Scheduler:
         for which memory is short is not, so that small ones behind it cannot keep it waiting. No more rows are looked
         at in a step than there are seats: the first look at a row hashes its prompt.
         """
+        self._short_of = 0
         if self._tier is not None:
             self._tier.bring_in()
         seats = self.config.max_num_seqs - sum(row.unforked for row in self.running)
@@ -292,9 +316,11 @@ class Scheduler:
         cached = sum(self._pool.references(block) == 0 for block in found)
         needed += cached + self._reserved(row)
         rests = self._kv.rests
-        if rests is None:
-            return needed <= self._kv.obtainable
-        return needed + rests.staging <= self._kv.obtainable or rests.part_for(needed)
+        staging = 0 if rests is None else rests.staging
+        if needed + staging <= self._kv.obtainable or (rests is not None and rests.part_for(needed)):
+            return True
+        self._short_of = needed + staging
+        return False
 
     def _start(self, row: Row, hits: list[BlockId | None]) -> None:
         """Give a row these blocks, and its segments; there is room."""
@@ -316,7 +342,9 @@ class Scheduler:
         """Give a compressed row its memory back; False when there is no room."""
         needed = self._kv.blocks_to_resume(row)
         staging = 0 if self._kv.rests is None else self._kv.rests.staging
-        if needed + self._reserved(row) + staging > self._kv.obtainable:
+        needed += self._reserved(row) + staging
+        if needed > self._kv.obtainable:
+            self._short_of = needed
             return False
         self._kv.make_room(needed)
         self._kv.resume(row)

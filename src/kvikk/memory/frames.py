@@ -49,7 +49,11 @@ class FramePool:
     @property
     def joinable(self) -> int:
         """Blocks that `join` could make free."""
-        return len(self._split) - -(-self._used // self.frames_per_block)
+        return self.joinable_after(0)
+
+    def joinable_after(self, frames: int) -> int:
+        """Blocks that `join` could make free once so many of the frames have been given up."""
+        return len(self._split) - -(-(self._used - frames) // self.frames_per_block)
 
     def blocks_needed(self, frames: int) -> int:
         """Whole blocks that `take(frames)` would split."""

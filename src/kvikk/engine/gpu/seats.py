@@ -80,6 +80,8 @@ class SeatMap:
         blocks = mirror.row.blocks
         if blocks is not mirror.blocks:
             mirror.blocks, mirror.written, mirror.position = blocks, 0, -1
+        elif mirror.written > len(blocks):  # the last were for drafts, and have been taken
+            mirror.written = len(blocks) - 1
         elif mirror.written and blocks[mirror.written - 1] != mirror.last:  # it got a copy of its own
             mirror.written -= 1
         if mirror.written == len(blocks):
