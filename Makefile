@@ -23,9 +23,11 @@ $(STAMP): pyproject.toml
 demo: install
 	$(RUN)kvikk demo
 
-# Two processes with one thread each: threads of two would wait for each other's cores.
+# Two processes with one thread each, as threads of two would wait for each other's cores; where a test starts more, those
+# that wait do not spin. Each process begins with half of the tests, neighbours together as they share what is slow to make;
+# the one that is done first takes over from the other's end.
 test: install
-	OMP_NUM_THREADS=1 $(RUN)python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(RUN)python -m pytest -n 2 --dist worksteal
 
 verify: install
 	KVIKK_VERIFY=all KVIKK_SIMULATED_STEPS=1000000 $(RUN)python -m pytest

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+LONGEST_TEXT: Final = 1500
+"""Characters of what a client is told: what it quotes of the request may be of any length."""
+
+
+def shortened(text: str, longest: int = LONGEST_TEXT) -> str:
+    """A text with its middle left out where it is longer than so many characters: its end is the way out."""
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]}[... {len(text) - 2 * half:,} characters ...]{text[-half:]}"
 
 
 class KvikkError(Exception):
@@ -21,7 +32,7 @@ class InvalidRequest(KvikkError, ValueError):
     """A request that is wrong in itself: its text says the value, the limit and the way out.
 
     Args:
-        message: that text.
+        message: that text, with its middle left out where it quotes something long.
         param: the name of the field that is wrong, where it is one field.
     """
 
@@ -29,7 +40,7 @@ class InvalidRequest(KvikkError, ValueError):
     http_status = 400
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(shortened(message))
         self.param = param
 
 

@@ -73,6 +73,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(attention, "copy_tb_per_s", lambda memory: 4.0)
     monkeypatch.setattr(attention, "named_shape", lambda name: ShapeOf(SHAPE))
     monkeypatch.setattr(decode_cases, "COLD_BYTES", 1)
+    monkeypatch.setattr(decode_cases, "LEAST_BYTES", 1)
     monkeypatch.setattr(serving_steps, "COLD_BYTES", 1)
     monkeypatch.setattr(serving_steps, "count_launches", lambda run: 5)
     for module in (decode_timing, serving_steps):
@@ -172,7 +173,10 @@ def test_the_peer_beside_ours_is_the_faster_one_of_flashinfers() -> None:
 
 
 @pytest.mark.parametrize("lanes", ["whole", "ragged", "even"])
-def test_a_placed_case_is_attended_rightly_by_our_kernels(lanes: Any, kernel_device: torch.device) -> None:
+def test_a_placed_case_is_attended_rightly_by_our_kernels(
+    lanes: Any, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_cases, "COLD_BYTES", 1)  # of few layers: each has a plan of its own if lanes are ragged
     trace = Trace(length=lambda index, draw: draw(40, 90), lanes=lanes)
     case = Case.draw("tiny", trace, 2, 0, SHAPE.kv_heads)
     memory = KVMemory(case.pool_bytes(SHAPE), SHAPE.dtype, kernel_device)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvikk.bench.lossless import BenchLosslessConfig, LosslessConfig, bench_lossless
+from kvikk.bench.lossless_model import best_round
+from kvikk.bench.lossless_run import DraftTally
+from kvikk.bench.replay import Lot
 from kvikk.cli.main import main
 from kvikk.configuration import build
+from kvikk.engine import SampledToken
+from kvikk.engine.core import agreeing
+from kvikk.engine.drafting import RoundCosts
 from kvikk.errors import ConfigError
 
 
@@ -33,15 +40,88 @@ def test_the_table_has_a_row_for_each_way_to_draft_with_the_same_text(
         assert row["largest_gap_nats"] is None
         assert row["accepted"] <= row["drafted"]
         assert row["speedup"] == pytest.approx(row["lossless_tokens_per_s"] / row["plain_tokens_per_s"])
+        assert row["predicted"] > 0
+        assert (row["full_kv_in"], row["moved_bytes"], row["kv_host_memory_bytes"]) == ("device", 0, 0)
+        assert row["rows_at_once"] == 2
     assert (streaming["policy"], streaming["budget"], ngram["policy"]) == ("streaming", "50%", "ngram")
     assert 0 < streaming["accepted_per_round"] <= 3
     assert "same text" in capsys.readouterr().out
+
+
+def test_where_rows_queue_all_is_timed_and_what_the_host_did_is_told_and_acceptance_can_be_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "host.json"
+    words = "bench lossless --model smollm2 --device cpu --kv-memory 7500000 --max-model-len 144 --at 3x112"
+    words += " --output-len 20 --policies streaming --budgets 40% --draft-length 3 --replay 1,0"
+    words += " --kv-host-memory 32MiB --kv-host-use always"
+    assert main([*words.split(), "--json", str(out)]) == 0
+    always, never = rows_of(out)
+    assert (always["replayed"], never["replayed"]) == (1, 0)
+    assert (always["acceptance"], never["acceptance"]) == (1, 0)
+    assert always["accepted"] == always["drafted"] > never["accepted"] == 0
+    for row in (always, never):
+        assert row["identical"] is None, "texts of a lot are compared with nothing"
+        assert (row["full_kv_in"], row["kv_host_use"]) == ("host", "always")
+        assert row["kv_host_memory_bytes"] <= 32 * 2**20
+        assert min(row["partings"], row["moved_bytes"], row["parted_at_once"]) > 0
+        assert row["rows_at_once"] > row["plain_rows_at_once"]
+        assert row["first_token_p99_ms"] >= row["first_token_ms"] > 0
+    header = json.loads(out.read_text())["header"]
+    assert (header["simulation"], header["whole_run"], header["texts"]) == (True, True, "random tokens")
+    said = capsys.readouterr().out
+    assert "A simulation" in said
+    assert "over the link" in said
+
+
+def test_as_many_drafts_agree_as_are_drawn_and_the_next_token_never_does() -> None:
+    lot = Lot(seed=5)
+    lot.acceptance = 0.8
+    tally = DraftTally()
+    for _ in range(2000):
+        drafts = [7, 0, 5, 3]
+        tokens = lot.overrule(drafts, [SampledToken(each) for each in (7, 0, 1, 3, 9)])
+        agreed = len(agreeing(drafts, tokens))
+        assert len(tokens) == 5
+        assert agreed == 4 or tokens[agreed].token_id not in (drafts[agreed], -1)
+        tally.note(4, agreed)
+    assert tally.acceptance == pytest.approx(0.8, abs=0.02)
+    assert tally.survival(5) == pytest.approx([0.8**n for n in range(1, 6)], abs=0.04)
+
+
+def test_where_no_token_could_be_sampled_none_is_drawn() -> None:
+    lot = Lot(seed=0)
+    lot.acceptance = 1.0
+    assert lot.overrule([1, 2, 3], []) == []
+    assert lot.overrule([1, 2, 3], [SampledToken(8)]) == [SampledToken(1)]
+
+
+def test_a_token_behind_the_first_wrong_one_of_its_draft_tells_nothing() -> None:
+    tally = DraftTally()
+    assert tally.acceptance is None
+    tally.note(drafted=4, accepted=1)
+    tally.note(drafted=2, accepted=2)
+    assert (tally.tried, tally.right) == ([2, 2], [2, 1])
+    assert tally.acceptance == 0.75
+    assert tally.survival(3) == [1.0, 0.5, 0.375], "places that were not tried are like the others"
+
+
+def test_what_is_predicted_is_the_best_length_for_the_acceptance_seen() -> None:
+    costs = RoundCosts(draft_step_s=1.0, draft_row_s=0.0, verify_s=4.0, verify_token_s=0.0, plain_s=4.0)
+    every = {x: 2 * (1 + sum(0.9**n for n in range(1, x + 1))) / (4 + x) for x in range(1, 9)}
+    assert best_round(2, [0.9**n for n in range(1, 9)], 1.0, costs) == pytest.approx(max(every.values()))
+    assert best_round(2, [0.1, 0.01], 1.0, costs) == 2 / 4.0, "else plain steps are"
+    free = replace(costs, draft_step_s=0.0)
+    assert best_round(2, [0.5], 0.5, free) == pytest.approx(2 * 1.25 / 4), "half of the rows have a draft"
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"policies": "no-such"}, "no-such"),
+        ({"replay": "0.9,often"}, "often"),
+        ({"replay": "1.5"}, "1.5"),
+        ({"replay": "0.9", "policies": "snapkv,ngram"}, "leave ngram out"),
         ({"budgets": "300%"}, "300%"),
         ({"draft_length": 1000}, "1000"),
         ({"at": "8"}, "rows x context"),

@@ -17,8 +17,10 @@ from kvikk.errors import ConfigError
     ("written", "length", "slots"),
     [
         ("25%", 1000, 250), (0.25, 1000, 250), ("0.25", 1000, 250), ("12.5%", 1001, 125), (0.7, 10, 7),
-        ("0.29", 100, 29), ("100%", 77, 77), (1.0, 77, 77), ("1%", 10, 1),
+        ("0.29", 100, 29), ("100%", 77, 77), (1.0, 77, 77), ("1%", 10, 1), ("1.0", 77, 77), ("1", 77, 1),
+        (0.001, 5000, 5), ("1e-3", 5000, 5), ("1E-3", 5000, 5), ("5e-1", 10, 5), ("25e-1%", 1000, 25),
         (2048, 5000, 2048), ("2048", 5000, 2048), (2048.0, 5000, 2048), ("2e3", 5000, 2000), (2048, 100, 100),
+        ("2e+3", 5000, 2000),
         ("1MiB", 5000, 1024), ("500KB", 5000, 488), ("1 mib", 100, 100), ("10b", 10, 1),
     ],
 )  # fmt: skip
@@ -34,11 +36,25 @@ def test_a_budget_is_a_share_tokens_or_bytes_rounded_down(written: object, lengt
         (0, "above 0"), ("0%", "above 0"), (0.0, "above 0"), (-0.5, "above 0"), (float("nan"), "above 0"),
         ("101%", "at most 100%"), (1.5, "whole number"), ("1.5", "whole number"), (float("inf"), "at most"),
         (2**40, "at most"), ("1e999", "at most"), ("1e999GiB", "at most"), (10**400, "at most"),
+        ("٢٥%", "write a share"), ("५%", "write a share"), ("1e", "write a share"),
     ],
 )  # fmt: skip
 def test_what_is_no_budget_is_refused_with_the_way_out(written: object, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         Budget.parse(written)
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("100.0001%", "100.0001%"), (1.000001, "1.000001 tokens"), ("1.5", "1.5 tokens"), ("101%", "101%"),
+        (2**31 + 1, "2147483649 tokens"), ("0B", "0 bytes"), ("2048TiB", "2251799813685248"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_shown_as_it_was_written_and_never_as_the_limit(written: object, shown: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{shown}") as caught:
+        Budget.parse(written)
+    assert " no budget: " in str(caught.value)
 
 
 def test_only_a_whole_share_keeps_everything() -> None:

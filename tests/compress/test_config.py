@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from typing import Any, ClassVar
 
@@ -62,7 +62,7 @@ def test_a_whole_share_keeps_everything_under_any_policy() -> None:
         ({"policy": "h2o", "policy_options": {"recent_share": "x"}}, "policy_options", "it must be a number"),
         ({"policy_options": ["kernel"]}, "policy_options", "must be an object of options by name"),
         ({"policy_options": {5: 5}}, "policy_options", "has no option 5"),
-        ({"budget": "lots"}, "budget", r"budget is 'lots': write a share \(25%, 0.25\), tokens"),
+        ({"budget": "lots"}, "budget", r"'lots' is no budget: write a share \(25%, 0.25\), tokens"),
         ({"budget": None}, "budget", "budget is missing: policy 'snapkv' needs to know how much may stay"),
         ({"budget": 67}, "budget", r"is 67 tokens, sinks \(4\) and window \(64\) alone are 68: raise it"),
         ({"policy": "full", "budget": "50%"}, "budget", "is 50% and the policy is 'full', which keeps everything"),
@@ -73,11 +73,16 @@ def test_a_whole_share_keeps_everything_under_any_policy() -> None:
         ({"rest": "quantise"}, "rest", "is 'quantise': choose from drop"),
         ({"trigger": "every:0"}, "trigger", "is 'every:0': write prefill, or every:128"),
         ({"trigger": "every:128\n"}, "trigger", "write prefill, or every:128"),
+        ({"trigger": "every:1٢"}, "trigger", "write prefill, or every:128"),
         ({"trigger": "pressure"}, "trigger", "write prefill, or every:128"),
         ({"trigger": 128}, "trigger", "write prefill, or every:128"),
         ({"sinks": -1}, "sinks", "is -1: it must lie between 0 and"),
         ({"window": 2.5}, "window", "window 2.5 is not a whole number"),
         ({"window": True}, "window", "is not a whole number"),
+        ({"drafter": "ngram"}, "drafter", "only lossless requests draft: add kv_cache.lossless, or leave it out"),
+        ({"lossless": False, "drafter": "ngram"}, "drafter", "only lossless requests draft"),
+        ({"draft_tokens": 4}, "draft_tokens", "is 4, but only lossless requests draft: add kv_cache.lossless"),
+        ({"policy": "full", "lossless": True, "drafter": "cache"}, "drafter", "name a policy and a budget, or take"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_field(options: dict[Any, Any], param: str, reason: str) -> None:
@@ -101,6 +106,28 @@ def test_another_policy_does_not_get_the_operators_options() -> None:
 
 def test_a_request_may_have_everything_kept() -> None:
     assert KVCacheParams.from_dict({"policy": "full"}, default=OPERATOR).is_full
+
+
+@pytest.mark.parametrize("drafting", [{}, {"drafter": "ngram"}, {"drafter": "cache", "draft_tokens": 4}], ids=str)
+def test_a_request_that_is_not_to_be_lossless_is_the_operators_without_drafting(drafting: dict[str, Any]) -> None:
+    lossy = KVCacheParams(policy="snapkv", budget="25%", window=64)
+    operator = replace(lossy, lossless=True, **drafting)
+    assert KVCacheParams.from_dict({"lossless": False}, operator) == lossy
+    assert KVCacheParams.from_dict({"lossless": False, "policy": "full"}, operator).is_full
+    with pytest.raises(InvalidRequest, match="but only lossless requests draft"):
+        KVCacheParams.from_dict({"lossless": False, "draft_tokens": 2}, operator)
+
+
+@pytest.mark.parametrize("everything", [{"policy": "full"}, {"budget": "100%"}, {"budget": 1.0}], ids=str)
+def test_a_lossless_request_that_has_everything_kept_looks_its_drafts_up(everything: dict[str, Any]) -> None:
+    operator = KVCacheParams(policy="snapkv", budget="25%", lossless=True, drafter="cache", draft_tokens=4)
+    params = KVCacheParams.from_dict(everything, operator)
+    assert params.lossless
+    assert params.drafts_by_lookup
+    assert params.draft_tokens == 4
+    assert KVCacheParams.from_dict({"budget": "50%"}, operator).drafter == "cache"
+    with pytest.raises(InvalidRequest, match="is 'cache', but nothing is dropped"):
+        KVCacheParams.from_dict(everything | {"drafter": "cache"}, operator)
 
 
 def test_a_budget_of_just_what_always_stays_is_taken() -> None:

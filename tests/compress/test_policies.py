@@ -20,7 +20,7 @@ from kvikk.compress.policies.scissorhands import Scissorhands
 from kvikk.compress.policies.snapkv import SnapKV
 from kvikk.compress.policies.streaming import Streaming
 from kvikk.compress.policies.tova import TOVA
-from kvikk.compress.similarity import redundancy
+from kvikk.compress.similarity import CHUNK_KEYS, redundancy
 from kvikk.errors import ConfigError
 from kvikk.testing.layers import Layer, compacted_layer, fresh_layer
 
@@ -174,12 +174,42 @@ def test_r_kv_is_its_authors_formula() -> None:
     torch.testing.assert_close(scores(RKV(), layer)[0, :older], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_redundancy_in_chunks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = compacted_layer(kv_heads=3, group=1, length=90)
-    whole = scores(RKV(), layer)
-    monkeypatch.setattr("kvikk.compress.similarity.CHUNK_ELEMENTS", 1)
-    live = layer.slots.live
-    torch.testing.assert_close(scores(RKV(), layer)[live], whole[live], rtol=1e-5, atol=1e-7)
+@pytest.mark.parametrize("similar", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("common", [0.0, 1.0], ids=["strangers", "much alike"])
+def test_redundancy_is_its_definition_in_chunks_of_any_size(
+    monkeypatch: pytest.MonkeyPatch, similar: float, common: float
+) -> None:
+    torch.manual_seed(0)
+    slots = compacted_layer(kv_heads=3, group=1, length=90).slots
+    keys = torch.randn(*slots.live.shape, 8) + common
+    expected = torch.zeros(slots.live.shape)
+    for lane, (live, positions) in enumerate(zip(slots.live, slots.positions, strict=True)):
+        text = live.nonzero().flatten()[positions[live].argsort()]
+        cosines = F.cosine_similarity(keys[lane, text][:, None], keys[lane, text][None], dim=-1).fill_diagonal_(0)
+        for row in cosines:
+            alike = (row > similar).nonzero().flatten().tolist()
+            row[alike[-1] if alike else 0] = 0
+        expected[lane, text] = cosines.mean(0)
+    for at_once in (1, 7, 90):
+        monkeypatch.setattr("kvikk.compress.similarity.CHUNK_KEYS", at_once)
+        found = redundancy(keys, slots, similar=similar)
+        torch.testing.assert_close(found[slots.live], expected[slots.live], rtol=1e-4, atol=1e-6)
+
+
+def test_redundancy_compares_all_keys_with_those_at_the_end_alone_where_all_are_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = []
+    multiply = torch.Tensor.__matmul__
+    monkeypatch.setattr(
+        torch.Tensor, "__matmul__", lambda a, b: (compared.append(a.shape[1] * b.shape[2]), multiply(a, b))[1]
+    )
+    length = 4 * CHUNK_KEYS
+    positions = torch.arange(length)[None]
+    slots = LayerSlots(positions=positions, live=positions >= 0, length=length)
+    redundancy(torch.randn(1, length, 8) / 100 + 1, slots, similar=0.5)
+    assert max(compared) == length * CHUNK_KEYS
+    assert sum(compared) < 1.1 * length * CHUNK_KEYS
 
 
 def test_knorm_keeps_small_keys() -> None:

@@ -41,8 +41,9 @@ from kvikk.engine.sampling_params import SamplingParams
 from kvikk.engine.step import RowResult, ScheduledRow, StepPlan
 from kvikk.errors import PinRefused, PolicyFailed
 from kvikk.grammar import StructuredOutputsParams
-from kvikk.memory import BlockPool, Body, Held, Moves
+from kvikk.memory import BlockPool, Body, Held, MemoryConfig, Moves
 from kvikk.memory.body import IntArray
+from kvikk.memory.sizing import HostUse
 from kvikk.prefix import KeySpace
 from kvikk.types import BlockId, BlockKey
 
@@ -556,6 +557,7 @@ class World:
         runner: ShadowRunner | None = None,
         tier: MakeTier | None = None,
         rest_blocks: int = 0,
+        host_use: HostUse = "always",
     ) -> None:
         self.runner = runner or ShadowRunner()
         self.rest = ShadowRest(rest_blocks, self.runner.memory, random.Random(13)) if rest_blocks else None
@@ -566,6 +568,7 @@ class World:
             EngineConfig(
                 scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget),
                 enable_prefix_caching=caching,
+                memory=MemoryConfig(kv_host_memory="1GiB", kv_host_use=host_use) if rest_blocks else MemoryConfig(),
             ),
             EngineLimits(max_model_len=max_len, vocabulary=VOCABULARY, eos_token_ids=frozenset({EOS})),
             keyspace,
@@ -746,7 +749,9 @@ def random_compression(rng: random.Random) -> dict[str, object]:
     if rng.random() < 0.4:
         return options
     drafts = {"lossless": True, "draft_tokens": rng.choice([None, None, 0, 1, 3, 8])}
-    return drafts | {"drafter": "ngram"} if rng.random() < 0.3 else drafts | options
+    if rng.random() < 0.3:
+        return drafts | {"drafter": "ngram"}
+    return drafts | options | {"drafter": rng.choice(["cache", "cache", "cache+ngram"])}
 
 
 def random_event(world: World, rng: random.Random, *, plain_share: float = 0.0) -> None:

@@ -20,6 +20,7 @@ from kvikk.engine.kv import Choice
 from kvikk.engine.limits import EngineLimits
 from kvikk.engine.request import Request, Row
 from kvikk.engine.runner import ModelRunner
+from kvikk.engine.sampler import SampledToken
 from kvikk.engine.sampling_params import SamplingParams
 from kvikk.errors import InvalidRequest
 from kvikk.memory import Held, KVStore
@@ -224,21 +225,20 @@ def test_in_exact_numerics_every_log_probability_is_the_same_to_the_bit_in_all_t
     shared = prompt_of(120, seed=4)
     prompts = [shared[: 30 * n] + prompt_of(50 + 11 * n, seed=n) for n in range(1, 5)]
 
-    def logprobs(engine: Engine, asked: list[list[int]], preempt_every: int = 0) -> dict[int, list[tuple[Any, ...]]]:
-        params = SamplingParams(max_tokens=20, temperature=0.0, logprobs=5, kv_cache=options)
+    def logprobs(engine: Engine, asked: list[list[int]], preempt_every: int = 0) -> dict[int, list[SampledToken]]:
         for prompt in asked:
-            engine.add(prompt, params)
-        found: dict[int, list[tuple[Any, ...]]] = {}
+            count = len(prompt) % 20
+            engine.add(prompt, SamplingParams(max_tokens=20, temperature=0.0, logprobs=count, kv_cache=options))
+        found: dict[int, list[SampledToken]] = {}
         while engine.has_work:
             for out in engine.step():
                 assert out.token is not None
-                key = len(out.request.prompt_token_ids)
-                found.setdefault(key, []).append(tuple(entry.logprob for entry in out.token.logprobs or ()))
+                found.setdefault(len(out.request.prompt_token_ids), []).append(out.token)
             if preempt_every and engine.steps % preempt_every == 0 and engine.scheduler.running:
                 engine.scheduler._preempt(engine.scheduler.running[-1])
         return found
 
-    alone: dict[int, list[tuple[Any, ...]]] = {}
+    alone: dict[int, list[SampledToken]] = {}
     for prompt in prompts:
         alone |= logprobs(engine_on(model), [prompt])
     assert logprobs(engine_on(model), prompts) == alone

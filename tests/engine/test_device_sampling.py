@@ -71,10 +71,14 @@ def on_host(table: Tensor, tasks: list[SamplingTask]) -> list[int | None]:
     return [None if token is None else token.token_id for token in sample(table, tasks)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocabulary", [1, 300, 2001])
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"),
+    [
+        (1, torch.float32), (300, torch.float16), (300, torch.bfloat16), (2001, torch.float32), (2001, torch.bfloat16),
+    ],
+)  # fmt: skip
 def test_every_mix_of_parameters_gives_the_samplers_tokens(
-    dtype: torch.dtype, vocabulary: int, kernel_device: torch.device
+    vocabulary: int, dtype: torch.dtype, kernel_device: torch.device
 ) -> None:
     rng = random.Random(vocabulary)
     tasks = [random_task(rng) for _ in range(25)]
@@ -109,7 +113,7 @@ def test_ties_at_every_border_are_settled_as_the_sampler_does(dtype: torch.dtype
 
 
 def test_top_p_keeps_the_last_of_equals_just_as_many_as_it_needs(kernel_device: torch.device) -> None:
-    rows = 40
+    rows = 24
     table = torch.zeros(rows, 10)
     tasks = [task(position=position, top_p=0.25) for position in range(rows)]
     drawn = on_device(table, tasks, kernel_device)

@@ -7,7 +7,9 @@ import pytest
 from engine.test_compression import engine_on, prompt_of, run, text
 from engine.test_lossless import NGRAM, small, with_cache
 from kvikk.engine import Engine, FinishReason, Request, SamplingParams
-from kvikk.engine.drafting import PromptLookup
+from kvikk.engine.compressor import PolicyCompressor
+from kvikk.engine.drafting import Fallback, PromptLookup
+from kvikk.errors import PolicyFailed
 from kvikk.models import LlamaModel, toy_model
 
 PAGE = 16
@@ -123,3 +125,50 @@ def test_of_a_text_that_the_budget_holds_there_is_no_copy(model: LlamaModel) -> 
     assert request.kv_usage is not None
     assert request.kv_usage.compactions == 0
     assert request.kv_usage.drafted == 0
+
+
+@pytest.mark.parametrize("trigger", ["prefill", "every:2"])
+def test_nothing_is_copied_for_a_request_that_drafts_nothing(model: LlamaModel, trigger: str) -> None:
+    (request,) = run(
+        engine_on(model), with_cache([(prompt_of(100), {"max_tokens": 8})], small(draft_tokens=0, trigger=trigger))
+    )
+    assert request.kv_usage is not None
+    assert request.kv_usage.compactions == 0
+
+
+def test_a_row_that_fell_back_copies_nothing_until_it_is_tried_again(model: LlamaModel) -> None:
+    engine = engine_on(model)
+    request = add(engine, prompt_of(100), 60, small(trigger="every:4", draft_tokens=None))
+    while not request.rows[0].has_begun:
+        engine.step()
+    drafting = request.rows[0].drafting
+    assert drafting is not None
+    assert request.kv_usage is not None
+    copies = request.kv_usage.compactions
+    drafting.record.fallback = Fallback.MISSES
+    for _ in range(20):
+        engine.step()
+        drafting.record.fallback = Fallback.MISSES
+    assert request.kv_usage.compactions <= copies + 1
+    assert drafting.cache is None
+    drafting.record.idle_tokens = drafting.record.patience
+    for _ in range(8):
+        engine.step()
+    assert request.kv_usage.compactions > copies
+
+
+def test_a_policy_that_fails_costs_a_lossless_text_nothing(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = (prompt_of(100), {"max_tokens": 20, "ignore_eos": True})
+    (plain,) = run(engine_on(model), [job])
+
+    def fail(*_: object) -> None:
+        raise PolicyFailed("it scored NaN")
+
+    monkeypatch.setattr(PolicyCompressor, "choose", fail)
+    (lossy, lossless) = (
+        run(engine_on(model), with_cache([job], method))[0]
+        for method in (small(lossless=False, draft_tokens=None), small())
+    )
+    assert lossy.rows[0].finish_reason is FinishReason.ERROR
+    assert text(lossless) == text(plain)
+    assert lossless.rows[0].finish_reason is FinishReason.LENGTH

@@ -146,7 +146,7 @@ def assert_same(ours: Ran, plain: Ran) -> None:
 
 @pytest.mark.usefixtures("few_runs")
 def test_requests_of_every_kind_get_the_texts_of_the_plain_runner(kernel_device: torch.device) -> None:
-    jobs = jobs_of(12, longest=STEP_TOKENS + 10, max_tokens=3)
+    jobs = jobs_of(len(KINDS), longest=STEP_TOKENS + 10, max_tokens=3)
     assert any(len(prompt) > STEP_TOKENS for prompt, _ in jobs)
     ours = run("eager", jobs, kernel_device)
     assert_same(ours, run("plain", jobs, kernel_device))
@@ -343,8 +343,8 @@ def test_compressed_rows_get_the_texts_of_the_plain_runner_in_eager_and_captured
     watch_window: int, kernel_device: torch.device, few_runs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = []
-    for index, (prompt, options) in enumerate(jobs_of(5, longest=70, max_tokens=12)):
-        kv_cache = {"budget": 0.4, "sinks": 2, "window": 16, "trigger": "every:5", "allocator": "pooled"}
+    for index, (prompt, options) in enumerate(jobs_of(5, longest=70, max_tokens=9)):
+        kv_cache = {"budget": 0.4, "sinks": 2, "window": 16, "trigger": "every:3", "allocator": "pooled"}
         kv_cache["policy"] = ["h2o" if watch_window else "knorm", "snapkv", "random"][index % 3]
         jobs.append((prompt, options | ({"kv_cache": kv_cache} if index != 2 else {})))
     plain = run("plain", jobs, kernel_device, passes=1)
@@ -359,6 +359,6 @@ def test_compressed_rows_get_the_texts_of_the_plain_runner_in_eager_and_captured
         assert ours.texts == plain.texts
         assert isinstance(ours.runner, GpuRunner)
         assert any(shape.ragged for shape in [*ours.runner._eager, *ours.runner._captured])
-    disturbed = run("eager", jobs, kernel_device, passes=1, preempt_every=5, watch_window=watch_window)
+    disturbed = run("eager", jobs, kernel_device, passes=1, preempt_every=3, watch_window=watch_window)
     assert disturbed.preemptions > 3
     assert disturbed.texts == plain.texts

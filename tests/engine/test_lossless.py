@@ -140,24 +140,25 @@ def test_in_exact_numerics_every_log_probability_is_plain_decodings_to_the_bit(m
     shared = repetitive(120, seed=4)
     prompts = [shared[: 30 * n] + prompt_of(40 + 11 * n, seed=n) for n in range(1, 5)]
 
-    def told(engine: Engine, kv_cache: dict[str, Any] | None, preempt_every: int = 0) -> dict[int, list[Any]]:
-        for prompt in prompts:
-            options = {"temperature": 0.0, "max_tokens": 24, "logprobs": 5} | LOOPS
+    def told(engine: Engine, asked: list[list[int]], kv_cache: Any, preempt_every: int = 0) -> dict[int, list[Any]]:
+        for prompt in asked:
+            options = {"temperature": 0.0, "max_tokens": 24, "logprobs": len(prompt) % 20} | LOOPS
             engine.add(prompt, SamplingParams(kv_cache=kv_cache, **options))
         found: dict[int, list[Any]] = {}
         while engine.has_work:
             for out in engine.step():
                 assert out.token is not None
-                entries = [(entry.token_id, entry.logprob) for entry in out.token.logprobs or ()]
-                found.setdefault(len(out.request.prompt_token_ids), []).append(entries)
+                found.setdefault(len(out.request.prompt_token_ids), []).append(out.token)
             if preempt_every and engine.steps % preempt_every == 0 and engine.scheduler.running:
                 engine.scheduler._preempt(engine.scheduler.running[-1])
         return found
 
-    plain = told(engine_on(model), None)
+    plain: dict[int, list[Any]] = {}
+    for prompt in prompts:
+        plain |= told(engine_on(model), [prompt], None)
     engine = engine_on(model, budget=64)
-    assert told(engine, method) == plain
-    assert told(engine, method, preempt_every=7) == plain
+    assert told(engine, prompts, method) == plain
+    assert told(engine, prompts, method, preempt_every=7) == plain
     assert engine.scheduler.rounds.counters.accepted > 10
 
 
@@ -184,6 +185,23 @@ def test_a_prompt_of_which_one_token_is_missing_is_no_text_to_draft_for(
         return sorted(found, key=lambda out: out[0])
 
     assert outputs(NGRAM) == outputs(None)
+
+
+def test_a_prompt_is_indexed_once_for_all_texts_that_begin_with_it(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indexed = []
+    index = PromptLookup.__init__
+    monkeypatch.setattr(
+        PromptLookup, "__init__", lambda self, tokens: (indexed.append(len(tokens)), index(self, tokens))[1]
+    )
+    job = (repetitive(120, seed=3), LOOPS | {"n": 3, "temperature": 0.7, "seed": 1, "max_tokens": 40})
+    (plain,) = run(engine_on(model), [job])
+    (found,) = run(engine_on(model), with_cache([job], NGRAM))
+    assert texts([found]) == texts([plain])
+    assert len({tuple(generated) for generated in texts([found])[0]}) == 3, "each looks up in its own text"
+    assert drafts([found])["accepted"] > 10
+    assert indexed == [120]
 
 
 # Drafters that are wrong

@@ -196,8 +196,9 @@ def test_an_engine_that_is_asked_for_a_format_says_so_and_shares_no_block_with_a
     assert len(set(roots)) == 3
 
 
-@pytest.mark.parametrize("quantised", FORMATS)
-@pytest.mark.parametrize("asked", [None, SNAPKV | {"policy": "knorm"}], ids=["full", "knorm"])
+@pytest.mark.parametrize(
+    ("quantised", "asked"), [(torch.int8, None), (INT4, SNAPKV | {"policy": "knorm"})], ids=["int8", "int4 and knorm"]
+)
 def test_the_steps_of_a_gpu_give_the_texts_of_the_reference(
     quantised: torch.dtype, asked: dict[str, Any] | None, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,6 @@ from pydoc_data.topics import topics
 from typing import Any
 
 LENGTHS = (5, 4000, 60, 1200, 300, 9, 16, 17, 33, 90, 128, 200, 450, 513, 700, 1000, 1600, 2048, 2500, 3100)
-"""The first five are what CI runs."""
 
 
 @dataclass(frozen=True)

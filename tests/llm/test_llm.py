@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvikk import LLM, SamplingParams
+from kvikk import LLM, CompletionOutput, SamplingParams
 from kvikk.errors import ConfigError, InvalidRequest, PromptTooLong
 
 pytestmark = pytest.mark.usefixtures("everything_comes_back")
@@ -17,18 +17,22 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 STORY = "Once upon a time there was a small robot who"
 
 
+@pytest.fixture(scope="module")
+def told(llm: LLM) -> CompletionOutput:
+    """What follows STORY."""
+    return llm.generate(STORY, GREEDY)[0].outputs[0]
+
+
 def text_of(llm: LLM, prompt: object, params: SamplingParams = GREEDY) -> str:
     return llm.generate(prompt, params)[0].outputs[0].text  # type: ignore[arg-type]
 
 
-def test_prompts_may_be_text_ids_or_vllms_dictionaries(llm: LLM) -> None:
+def test_prompts_may_be_text_ids_or_vllms_dictionaries(llm: LLM, told: CompletionOutput) -> None:
     ids = llm.get_tokenizer()(STORY).input_ids
-    expected = text_of(llm, STORY)
-    assert text_of(llm, ids) == expected
-    assert text_of(llm, {"prompt": STORY}) == expected
-    assert text_of(llm, {"prompt_token_ids": ids}) == expected
+    for prompt in (STORY, ids, {"prompt": STORY}, {"prompt_token_ids": ids}):
+        assert told.text.startswith(text_of(llm, prompt, replace(GREEDY, max_tokens=6)))
     outputs = llm.generate([STORY, ids, {"prompt": STORY}], GREEDY)
-    assert [output.outputs[0].text for output in outputs] == [expected] * 3
+    assert [output.outputs[0].text for output in outputs] == [told.text] * 3
     assert outputs[0].prompt == STORY
     assert outputs[1].prompt is None
     assert outputs[1].prompt_token_ids == ids
@@ -65,9 +69,9 @@ def test_a_stream_that_is_never_read_starts_nothing(llm: LLM) -> None:
 
 
 def test_interleaved_streams_each_get_their_own_text(llm: LLM) -> None:
-    prompts = [STORY, "The sea", "In Norway"]
-    expected = [text_of(llm, prompt) for prompt in prompts]
-    streams = [llm.stream(prompt, GREEDY) for prompt in prompts]
+    prompts, params = [STORY, "The sea", "In Norway"], replace(GREEDY, max_tokens=10)
+    expected = [text_of(llm, prompt, params) for prompt in prompts]
+    streams = [llm.stream(prompt, params) for prompt in prompts]
     texts = [""] * 3
     open_streams = dict(enumerate(streams))
     while open_streams:
@@ -80,9 +84,10 @@ def test_interleaved_streams_each_get_their_own_text(llm: LLM) -> None:
     assert texts == expected
 
 
-def test_a_stop_string_ends_the_text_before_it_and_usage_counts_to_the_token_that_completed_it(llm: LLM) -> None:
-    whole = llm.generate(STORY, GREEDY)[0].outputs[0]
-    stop = whole.text[20:26]
+def test_a_stop_string_ends_the_text_before_it_and_usage_counts_to_the_token_that_completed_it(
+    llm: LLM, told: CompletionOutput
+) -> None:
+    whole, stop = told, told.text[20:26]
     found = llm.generate(STORY, SamplingParams(temperature=0, max_tokens=24, stop=[stop, "never there"]))[0]
     text = found.outputs[0]
     assert text.text == whole.text[: whole.text.index(stop)]
@@ -95,19 +100,17 @@ def test_a_stop_string_ends_the_text_before_it_and_usage_counts_to_the_token_tha
     assert text_of(llm, STORY, kept) == whole.text[: whole.text.index(stop) + len(stop)]
 
 
-def test_streaming_with_a_stop_string_never_shows_a_part_of_it(llm: LLM) -> None:
-    whole = text_of(llm, STORY)
-    stop = whole[20:26]
+def test_streaming_with_a_stop_string_never_shows_a_part_of_it(llm: LLM, told: CompletionOutput) -> None:
+    whole, stop = told.text, told.text[20:26]
     shown = "".join(delta.text for delta in llm.stream(STORY, SamplingParams(temperature=0, max_tokens=24, stop=stop)))
     assert shown == whole[: whole.index(stop)]
 
 
-def test_a_stop_token_ends_the_text_without_its_own(llm: LLM) -> None:
-    whole = llm.generate(STORY, GREEDY)[0].outputs[0]
-    token = whole.token_ids[6]
-    first = whole.token_ids.index(token)
+def test_a_stop_token_ends_the_text_without_its_own(llm: LLM, told: CompletionOutput) -> None:
+    token = told.token_ids[6]
+    first = told.token_ids.index(token)
     found = llm.generate(STORY, SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[token]))[0].outputs[0]
-    assert found.token_ids == whole.token_ids[: first + 1]
+    assert found.token_ids == told.token_ids[: first + 1]
     assert (found.finish_reason, found.stop_reason) == ("stop", token)
     assert found.text == llm.get_tokenizer().decode(found.token_ids[:-1])
 
@@ -198,16 +201,14 @@ def test_a_request_aborted_in_the_engine_ends_its_stream(llm: LLM) -> None:
     assert [delta.finish_reason for delta in rest if delta.output is not None] == ["abort", "abort"]
 
 
-def test_a_request_of_the_engines_own_does_not_disturb_the_front(llm: LLM) -> None:
-    expected = text_of(llm, STORY)
+def test_a_request_of_the_engines_own_does_not_disturb_the_front(llm: LLM, told: CompletionOutput) -> None:
     own = llm.engine.add([5, 6, 7], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
-    assert text_of(llm, STORY) == expected
+    assert text_of(llm, STORY) == told.text
     assert llm.engine.abort(own.id)
 
 
-def test_a_stop_string_that_begins_before_min_tokens_and_ends_after_counts(llm: LLM) -> None:
-    whole = llm.generate(STORY, GREEDY)[0].outputs[0]
-    decode = llm.get_tokenizer().decode
+def test_a_stop_string_that_begins_before_min_tokens_and_ends_after_counts(llm: LLM, told: CompletionOutput) -> None:
+    whole, decode = told, llm.get_tokenizer().decode
     border = len(decode(whole.token_ids[:8]))
     stop = whole.text[border - 2 : border + 2]
     assert whole.text.count(stop) == 1

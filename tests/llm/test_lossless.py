@@ -67,3 +67,15 @@ def test_what_was_kept_drafted_and_accepted_is_told(llm: LLM) -> None:
     assert usage.drafted >= usage.accepted > 0
     assert usage.rounds + usage.accepted <= len(found.outputs[0].token_ids)
     assert (usage.frames_freed, usage.blocks_freed) == (0, 0), "the whole cache stays"
+
+
+def test_what_is_verified_behind_a_stop_string_is_counted_and_is_no_text(llm: LLM) -> None:
+    prompt = "One, two, three, four. " * 12
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "stop": ["three"]}
+    (plain,) = llm.generate(prompt, SamplingParams(**options))
+    (found,) = llm.generate(prompt, SamplingParams(**options, kv_cache=NGRAM | LOSSLESS | {"draft_tokens": 32}))
+    assert found.outputs == plain.outputs
+    assert found.outputs[0].stop_reason == "three"
+    assert found.usage["completion_tokens"] == len(plain.outputs[0].token_ids) < 10
+    assert found.kv_cache is not None
+    assert found.kv_cache.accepted > 10

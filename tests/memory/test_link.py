@@ -39,6 +39,14 @@ def test_more_rows_than_programs_are_copied_by_and_by(kernel_device: torch.devic
     assert torch.equal(target, source[order])
 
 
+@pytest.mark.parametrize("programs", [1, 3, 64])
+def test_any_number_of_programs_shares_the_work(programs: int, kernel_device: torch.device) -> None:
+    source, target = rows(5, 8, kernel_device), rows(5, 8, kernel_device) ^ 1
+    order = torch.tensor([3, 1, 4, 0, 2], device=kernel_device)
+    copy_rows(source, target, order, torch.arange(5, device=kernel_device), programs=programs)
+    assert torch.equal(target, source[order])
+
+
 def test_rows_of_other_widths_or_types_are_refused(kernel_device: torch.device) -> None:
     index = torch.zeros(1, dtype=torch.int64)
     source = rows(2, 8, kernel_device)

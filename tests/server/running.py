@@ -1,4 +1,7 @@
-"""A real server in a process of its own, as an operator starts it."""
+"""A real server in a process of its own, as an operator starts it.
+
+Clients here check no certificates: to read those of all authorities takes longer than most requests.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,12 @@ SMALL = ("--kv-memory", "64MiB", "--max-model-len", "1024")
 
 @dataclass
 class Running:
-    """A server that answers at `url`."""
+    """A server that answers at `url`. Threads may share `http`."""
 
     process: subprocess.Popen[bytes]
     url: str
     log: Path
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(verify=False, timeout=60))
 
     @property
     def engine(self) -> psutil.Process:
@@ -38,19 +42,21 @@ class Running:
 
     def client(self, **options: Any) -> openai.OpenAI:
         """The official client, which does not try again on its own."""
+        options = {"http_client": openai.DefaultHttpxClient(verify=False)} | options
         return openai.OpenAI(**{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0} | options)
 
     def async_client(self, **options: Any) -> openai.AsyncOpenAI:
         """The same for many requests at once."""
+        options = {"http_client": openai.DefaultAsyncHttpxClient(verify=False)} | options
         return openai.AsyncOpenAI(**{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0} | options)
 
     def get(self, path: str, **options: Any) -> Any:
         """A JSON answer."""
-        return httpx.get(self.url + path, timeout=60, **options).raise_for_status().json()
+        return self.http.get(self.url + path, **options).raise_for_status().json()
 
     def post(self, path: str, **options: Any) -> httpx.Response:
         """Any answer."""
-        return httpx.post(self.url + path, timeout=60, **options)
+        return self.http.post(self.url + path, **options)
 
     def said(self) -> str:
         """What the server has logged."""
@@ -59,7 +65,7 @@ class Running:
     def metric(self, name: str, **labels: str) -> float:
         """The value of a series: the sum over all that have these labels."""
         total = 0.0
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+        for line in self.http.get(f"{self.url}/metrics").text.splitlines():
             series, _, value = line.rpartition(" ")
             wanted = all(f'{label}="{text}"' in series for label, text in labels.items())
             if series.partition("{")[0] == f"kvikk:{name}" and wanted:
@@ -97,12 +103,13 @@ def serving(folder: Path, *arguments: str, environment: dict[str, str] | None = 
     running = Running(process, f"http://127.0.0.1:{port}", log)
     try:
         until = time.monotonic() + START_S
-        while not _is_healthy(running.url):
+        while not _is_healthy(running):
             assert process.poll() is None, f"the server ended at once:\n{running.said()}"
             assert time.monotonic() < until, f"the server is not ready after {START_S} s:\n{running.said()}"
             time.sleep(0.1)
         yield running
     finally:
+        running.http.close()
         if process.poll() is None:
             process.terminate()
             try:
@@ -119,8 +126,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _is_healthy(url: str) -> bool:
+def _is_healthy(running: Running) -> bool:
     try:
-        return httpx.get(f"{url}/health").status_code == 200
+        return running.http.get(f"{running.url}/health").status_code == 200
     except httpx.TransportError:
         return False

@@ -91,6 +91,25 @@ def test_a_wrong_field_is_named_with_its_value_and_limit(
         assert param.split(".")[-1].split("[")[0] in error["message"]
 
 
+def test_what_a_client_sent_is_not_quoted_at_length(server: Running) -> None:
+    long = "x" * 100_000
+    bodies: list[dict[str, Any]] = [
+        {"kv_cache": {"policy": long, "budget": "50%"}},
+        {"kv_cache": {"policy": "snapkv", "budget": "50%", "policy_options": {long: 1}}},
+        {"kv_cache": {long: 1}},
+        {"structured_outputs": {"regex": long + "("}},
+        {long: 1},
+        {"model": long},
+    ]
+    for body in bodies:
+        error = refused(server.post(COMPLETIONS, json={"prompt": "x"} | body), 404 if "model" in body else 400)
+        assert len(error["message"]) < 2000, body.keys()
+        assert len(error["param"] or "") < 200
+    error = refused(server.post(COMPLETIONS, json={"prompt": "x"} | bodies[1]))
+    assert error["message"].startswith("kv_cache.policy_options: policy 'snapkv' has no option 'xxx")
+    assert error["message"].endswith("known are: query_window, kernel, pooling"), "the way out is there"
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_numbers_that_are_none_are_refused(server: Running, number: str) -> None:
     body = f'{{"prompt": "x", "temperature": {number}}}'

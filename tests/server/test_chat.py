@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -216,28 +216,33 @@ def test_without_calls_allowed_text_that_looks_like_one_stays_text(client: opena
     assert auto.finish_reason == "tool_calls"
 
 
-def test_a_template_that_wants_roles_in_turn_refuses_others_and_says_so(tmp_path: Path) -> None:
-    template = tmp_path / "strict.jinja"
+@pytest.fixture(scope="module")
+def templated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server whose template wants roles in turn, and reaches for the machine when a message says so."""
+    folder = tmp_path_factory.mktemp("templated")
+    template = folder / "strict.jinja"
     template.write_text(
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('roles must take turns') }}{% endif %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+        "{{ raise_exception('roles must take turns') }}{% endif %}"
+        "{% if m.content == 'reach' %}{{ ''.__class__.__mro__[1].__subclasses__() }}{% endif %}"
+        "[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     )
-    with serving(tmp_path, "smollm2", *SMALL, "--chat-template", str(template)) as running:
-        with pytest.raises(openai.BadRequestError, match="roles must take turns") as refused:
-            running.client().chat.completions.create(model=MODEL, messages=QUESTION * 2, max_tokens=2)
-        assert refused.value.param == "messages"
-        running.client().chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=2)
+    with serving(folder, "smollm2", *SMALL, "--chat-template", str(template)) as running:
+        yield running
 
 
-def test_templates_cannot_reach_the_machine(tmp_path: Path) -> None:
-    template = tmp_path / "evil.jinja"
-    template.write_text(
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
-    with serving(tmp_path, "smollm2", *SMALL, "--chat-template", str(template)) as running:
-        chat = running.client().chat.completions
-        with pytest.raises(openai.BadRequestError, match="unsafe"):
-            chat.create(model=MODEL, messages=QUESTION, max_tokens=2)
+def test_a_template_that_wants_roles_in_turn_refuses_others_and_says_so(templated: Running) -> None:
+    chat = templated.client().chat.completions
+    with pytest.raises(openai.BadRequestError, match="roles must take turns") as refused:
+        chat.create(model=MODEL, messages=QUESTION * 2, max_tokens=2)
+    assert refused.value.param == "messages"
+    chat.create(model=MODEL, messages=QUESTION, max_tokens=2)
+
+
+def test_templates_cannot_reach_the_machine(templated: Running) -> None:
+    chat = templated.client().chat.completions
+    with pytest.raises(openai.BadRequestError, match="unsafe"):
+        chat.create(model=MODEL, messages=[{"role": "user", "content": "reach"}], max_tokens=2)
 
 
 def test_the_tokens_of_messages_are_those_that_a_chat_counts(server: Running, client: openai.OpenAI) -> None:

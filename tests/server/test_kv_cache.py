@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -70,10 +71,33 @@ def test_a_lossless_request_gets_the_text_of_the_whole_cache_and_is_told_what_wa
         assert told["accepted"] + told["rounds"] <= answer.usage.completion_tokens  # type: ignore[union-attr]
     lossy = kept(client.completions.create(**asked(QUARTER)))
     assert lossy is not None
-    assert [lossy[name] for name in ("lossless", "rounds", "drafted", "accepted")] == [False, 0, 0, 0]
+    counts = ("lossless", "rounds", "drafted", "accepted", "moved_bytes")
+    assert [lossy[name] for name in counts] == [False, 0, 0, 0, 0]
     drafted, accepted = (compressing.metric(f"spec_decode_num_{of}_tokens_total") for of in ("draft", "accepted"))
     assert drafted >= accepted > 0
     assert 0 < compressing.metric("spec_decode_num_accepted_tokens_per_pos_total", position="0") <= accepted
+
+
+def test_what_went_to_the_host_and_back_is_told_and_counted(tmp_path: Path) -> None:
+    memory = ("--kv-memory", "24MiB", "--max-model-len", "600", "--kv-host-memory", "64MiB", "--kv-host-use", "always")
+    prompts = [f"Story {number}. {DOCUMENT[:1500]}" for number in range(4)]
+    with serving(tmp_path, MODEL, *memory) as running:
+        assert running.metric("kv_host_limit_bytes") == 64 * 2**20 // 368640 * 368640
+        client = running.client()
+        whole = client.completions.create(**asked(prompt=prompts, max_tokens=24))
+        assert kept(whole) is None
+        lossless = QUARTER | {"lossless": True, "draft_tokens": 3}
+        answer = client.completions.create(**asked(lossless, prompt=prompts, max_tokens=24))
+        assert [choice.text for choice in answer.choices] == [choice.text for choice in whole.choices]
+        told = kept(answer)
+        assert told is not None
+        saved, loaded = (running.metric(f"kv_host_{what}_bytes_total") for what in ("saved", "loaded"))
+        assert told["moved_bytes"] == saved + loaded
+        assert min(saved, loaded) > 0
+        assert running.metric("kv_host_partings_total") > 0
+        assert running.metric("kv_host_refusals_total") == 0
+        running.wait_until_idle()
+        assert (running.metric("kv_host_used_bytes"), running.metric("kv_host_parted")) == (0, 0)
 
 
 def test_streams_chats_and_several_prompts_carry_the_same_news(compressing: Running) -> None:
@@ -110,11 +134,11 @@ def test_texts_beside_compressed_ones_are_what_they_are_alone(compressing: Runni
         ({"polcy": "snapkv"}, "kv_cache.polcy", "did you mean 'policy'"),
         ({"rest": "burn"}, "kv_cache.rest", "drop"),
         ({"lossless": "yes"}, "kv_cache.lossless", "true or false"),
-        ({"drafter": "ngram"}, "kv_cache.drafter", "add lossless"),
+        ({"drafter": "ngram"}, "kv_cache.drafter", "add kv_cache.lossless"),
         ({"lossless": True, "drafter": "eagle"}, "kv_cache.drafter", "cache, ngram"),
         ({"lossless": True, "drafter": "cache", "policy": "full"}, "kv_cache.drafter", "name a policy and a budget"),
         ({"lossless": True, "draft_tokens": 33}, "kv_cache.draft_tokens", "between 0 and 32"),
-        ({"draft_tokens": 4}, "kv_cache.draft_tokens", "add lossless"),
+        ({"draft_tokens": 4}, "kv_cache.draft_tokens", "add kv_cache.lossless"),
     ],
 )
 def test_what_cannot_be_done_is_a_400_that_names_the_field_and_the_way_out(

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from kvikk.engine import DraftCounters, FinishReason
 from kvikk.errors import PromptTooLong, QueueFull
-from kvikk.server.messages import Stats
+from kvikk.server.messages import HostKV, Stats
 from kvikk.server.metrics import AbortCause, Metrics, RecentStats
 from kvikk.server.metrics.reference import page
 from kvikk.server.metrics.table import TABLE
@@ -118,6 +118,16 @@ def test_the_engine_s_gauges_and_counters_are_those_of_its_latest_stats(metrics:
             freed_frames=22,
             drafts=DraftCounters(rounds=23, drafted=24, accepted=25, accepted_at=[20, 5], near_ties={"0.125": 27}),
             fallbacks={"misses": 26},
+            host=HostKV(
+                parted=28,
+                used_bytes=29,
+                total_bytes=30,
+                saved_bytes=31,
+                loaded_bytes=32,
+                found_blocks=33,
+                partings=34,
+                refused=35,
+            ),
         )
     )
     expected = {
@@ -142,6 +152,14 @@ def test_the_engine_s_gauges_and_counters_are_those_of_its_latest_stats(metrics:
         "spec_decode_num_drafts_total": 23,
         "spec_decode_num_draft_tokens_total": 24,
         "spec_decode_num_accepted_tokens_total": 25,
+        "kv_host_parted": 28,
+        "kv_host_used_bytes": 29,
+        "kv_host_limit_bytes": 30,
+        "kv_host_saved_bytes_total": 31,
+        "kv_host_loaded_bytes_total": 32,
+        "kv_host_blocks_found_total": 33,
+        "kv_host_partings_total": 34,
+        "kv_host_refusals_total": 35,
     }
     assert {name: value(metrics, name) for name in expected} == expected
     by_place = [value(metrics, "spec_decode_num_accepted_tokens_per_pos_total", position=str(n)) for n in range(32)]
@@ -160,8 +178,10 @@ def test_usage_is_what_is_held_and_a_cached_block_is_not_in_use(metrics: Metrics
     assert value(metrics, "kv_blocks_cached") == 200
 
 
-def test_before_the_first_step_all_blocks_are_free(metrics: Metrics) -> None:
+def test_before_the_first_step_all_blocks_are_free_and_the_limits_are_known(metrics: Metrics) -> None:
     assert value(metrics, "kv_blocks_free") == value(metrics, "kv_blocks") == READY.blocks
+    with_host = Metrics(msgspec.structs.replace(READY, host_bytes=2**30), model_name=MODEL)
+    assert (value(with_host, "kv_host_limit_bytes"), value(with_host, "kv_host_used_bytes")) == (2**30, 0)
 
 
 def test_every_step_is_observed_once_with_the_tokens_that_it_computed(metrics: Metrics) -> None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -15,13 +14,14 @@ import openai
 import psutil
 import pytest
 
+from kvikk.cli import main
 from server.running import SMALL, Running, free_port, serving
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 800, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
 def test_an_engine_that_is_killed_in_mid_stream_gives_every_client_an_error_and_ends_the_server(tmp_path: Path) -> None:
-    async def watch(client: openai.AsyncOpenAI, seen: asyncio.Event) -> float:
+    async def watch(client: openai.AsyncOpenAI, seen: asyncio.Event) -> None:
         stream = await client.completions.create(model="smollm2", stream=True, **LONG)
 
         async def read() -> None:
@@ -30,7 +30,6 @@ def test_an_engine_that_is_killed_in_mid_stream_gives_every_client_an_error_and_
 
         with pytest.raises(openai.APIError, match="engine is dead"):
             await read()
-        return time.monotonic()
 
     async def story(running: Running) -> None:
         client = running.async_client()
@@ -40,31 +39,32 @@ def test_an_engine_that_is_killed_in_mid_stream_gives_every_client_an_error_and_
         plain = asyncio.create_task(client.completions.create(model="smollm2", **LONG))
         await asyncio.sleep(0.3)
         running.engine.kill()
-        killed_s = time.monotonic()
-        assert all(at - killed_s < 5 for at in await asyncio.gather(*watchers))
-        with pytest.raises(openai.APIStatusError, match="ended by signal 9") as failed:
-            await plain
+        async with asyncio.timeout(60):
+            await asyncio.gather(*watchers)
+            with pytest.raises(openai.APIStatusError, match="ended by signal 9") as failed:
+                await plain
         assert failed.value.status_code == 503
-        answer = httpx.get(f"{running.url}/health")
+        answer = running.http.get(f"{running.url}/health")
         assert answer.status_code == 503
         assert "the engine is dead" in answer.json()["error"]["message"]
 
     with serving(tmp_path, "smollm2", *SMALL) as running:
         asyncio.run(story(running))
-        assert running.process.wait(20) == 1
+        assert running.process.wait(60) == 1
         assert "the engine process was ended by signal 9" in running.said()
 
 
-def test_sigterm_lets_what_runs_finish_and_then_ends_both_processes(tmp_path: Path) -> None:
+def test_sigterm_lets_what_runs_finish_and_then_nothing_is_left_of_the_server(tmp_path: Path) -> None:
     with serving(tmp_path, "smollm2", *SMALL) as running:
-        engine = running.engine
+        engine, pids = running.engine, [running.process.pid, running.engine.pid]
         chunks = running.client().completions.create(model="smollm2", stream=True, **(LONG | {"max_tokens": 20}))
         next(chunks)
         running.process.send_signal(signal.SIGTERM)
         rest = list(chunks)
         assert rest[-1].choices[0].finish_reason == "length"
-        assert running.process.wait(30) == 0
-        engine.wait(10)
+        assert running.process.wait(60) == 0
+        engine.wait(60)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_what_is_not_done_when_the_drain_ends_gets_an_error(tmp_path: Path) -> None:
@@ -74,14 +74,14 @@ def test_what_is_not_done_when_the_drain_ends_gets_an_error(tmp_path: Path) -> N
         running.process.send_signal(signal.SIGTERM)
         with pytest.raises(openai.APIError, match=r"--drain-timeout-s 0\.5"):
             list(chunks)
-        assert running.process.wait(30) == 0
+        assert running.process.wait(60) == 0
 
 
 def test_an_engine_ends_when_its_server_is_killed(tmp_path: Path) -> None:
     with serving(tmp_path, "smollm2", *SMALL) as running:
         engine = running.engine
         running.process.kill()
-        engine.wait(15)
+        engine.wait(60)
 
 
 def test_a_full_queue_answers_503_with_retry_after_and_a_late_request_504(tmp_path: Path) -> None:
@@ -112,15 +112,10 @@ def test_a_full_queue_answers_503_with_retry_after_and_a_late_request_504(tmp_pa
         assert running.metric("request_aborts_total", cause="timeout") == 3
 
 
-def started_badly(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvikk", "serve", *arguments], capture_output=True, text=True, timeout=100, check=False
-    )
-
-
 def test_a_port_in_use_is_told_at_once(server: Running) -> None:
     port = server.url.rpartition(":")[2]
-    done = started_badly("smollm2", "--port", port)
+    command = [sys.executable, "-m", "kvikk", "serve", "smollm2", "--port", port]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2
     assert f"--port {port}" in done.stderr
     assert "choose another port" in done.stderr
@@ -141,16 +136,12 @@ def test_a_port_in_use_is_told_at_once(server: Running) -> None:
         (["smollm2", "--model", "other"], "two models"),
     ],
 )
-def test_a_server_that_cannot_start_says_why_in_one_line(arguments: list[str], said: str) -> None:
-    done = started_badly(*arguments, "--port", str(free_port()))
-    assert done.returncode in (1, 2)
-    assert said in done.stderr
-    assert done.stderr.count("kvikk: error:") == 1
-    assert "Traceback" not in done.stderr
-
-
-def test_nothing_is_left_of_a_server_that_has_ended(tmp_path: Path) -> None:
-    with serving(tmp_path, "smollm2", *SMALL) as running:
-        pids = [running.process.pid, running.engine.pid]
-        assert running.stop() == 0
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+def test_a_server_that_cannot_start_says_why_in_one_line(
+    arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which has imported all that a server needs; an engine has its own, and the same stderr."""
+    assert main(["serve", *arguments, "--port", str(free_port())]) in (1, 2)
+    written = capfd.readouterr().err
+    assert said in written
+    assert written.count("kvikk: error:") == 1
+    assert "Traceback" not in written

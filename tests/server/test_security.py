@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from starlette.responses import PlainTextResponse
 
+from kvikk.server.config import HttpConfig
+from kvikk.server.security import Guard, read_keys
 from server.running import SMALL, Running, serving
 
 ALICE, BOB, ADMIN = "alice-has-a-key", "bob-has-another", "the-operators-key"
@@ -45,7 +48,7 @@ def test_keys_from_the_environment_and_from_a_file_open_the_api(locked: Running)
 
 def test_health_and_metrics_need_no_key(locked: Running) -> None:
     for path in ("/health", "/version", "/metrics"):
-        assert httpx.get(locked.url + path).status_code == 200
+        assert locked.http.get(locked.url + path).status_code == 200
 
 
 def test_a_tenant_cannot_find_out_what_another_has_asked(locked: Running) -> None:
@@ -72,26 +75,32 @@ def test_a_salt_keeps_requests_of_one_key_apart(locked: Running) -> None:
 
 def test_only_the_operator_sees_the_cache_and_the_live_feed(locked: Running) -> None:
     for path in ("/v1/cache", "/live"):
-        assert httpx.get(locked.url + path, headers={"Authorization": f"Bearer {ALICE}"}).status_code == 401
+        assert locked.http.get(locked.url + path, headers={"Authorization": f"Bearer {ALICE}"}).status_code == 401
     headers = {"Authorization": f"Bearer {ADMIN}"}
-    assert httpx.get(locked.url + "/v1/cache", headers=headers).json()["total_blocks"] > 0
-    assert httpx.post(locked.url + "/v1/cache/reset", headers=headers).status_code == 200
-    with httpx.stream("GET", locked.url + "/live", headers=headers) as feed:
+    assert locked.http.get(locked.url + "/v1/cache", headers=headers).json()["total_blocks"] > 0
+    assert locked.http.post(locked.url + "/v1/cache/reset", headers=headers).status_code == 200
+    with locked.http.stream("GET", locked.url + "/live", headers=headers) as feed:
         assert feed.status_code == 200
         assert next(feed.iter_lines()) is not None
 
 
-def test_with_client_keys_and_no_admin_key_the_operators_side_is_closed(tmp_path: Path) -> None:
-    with serving(tmp_path, "smollm2", *SMALL, "--api-key", ALICE) as running:
-        answer = httpx.get(running.url + "/v1/cache", headers={"Authorization": f"Bearer {ALICE}"})
-        assert answer.status_code == 403
-        assert "--admin-api-key" in answer.json()["error"]["message"]
+def test_with_client_keys_and_no_admin_key_the_operators_side_is_closed() -> None:
+    guard = Guard(PlainTextResponse("open"), read_keys(HttpConfig(api_key=ALICE)))
+
+    async def ask(path: str) -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://server") as client:
+            return await client.get(path, headers={"Authorization": f"Bearer {ALICE}"})
+
+    assert asyncio.run(ask("/v1/models")).text == "open"
+    answer = asyncio.run(ask("/v1/cache"))
+    assert answer.status_code == 403
+    assert "--admin-api-key" in answer.json()["error"]["message"]
 
 
 def test_web_pages_may_ask_only_from_allowed_origins(locked: Running, server: Running) -> None:
     def preflight(running: Running, origin: str) -> httpx.Response:
         headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-        return httpx.options(running.url + "/v1/completions", headers=headers)
+        return running.http.options(running.url + "/v1/completions", headers=headers)
 
     assert preflight(locked, "https://app.example").headers["access-control-allow-origin"] == "https://app.example"
     assert "access-control-allow-origin" not in preflight(locked, "https://evil.example").headers

@@ -6,6 +6,8 @@
 - `traffic`, `monitor`: when requests are sent, and whether this client was too slow to measure.
 - `metrics`: figures from recorded times, a pure function; `report`, `results`, `match` show, keep and compare them.
 - `latency`, `throughput`: `kvikk.LLM` in this process; `step`, `churn`: the engine on random weights (`random_engine`).
+- `lossless`: the whole cache beside drafts, in `lossless_run`s, told by `lossless_result` with what `lossless_model`
+  promises; `replay` draws what is accepted.
 - `reclaim`: mixes of requests in little KV memory, with and without policies, made by `reclaim_mix`, served by
   `reclaim_serving`; `texts`: real text without network.
 - `attention`: decode attention alone, over `traces` laid out by `decode_cases`, by the routes of `contenders`, timed by

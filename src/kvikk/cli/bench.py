@@ -167,7 +167,7 @@ def _lossless(parsed: argparse.Namespace) -> int:
     options.setdefault("max_num_seqs", max(rows for rows, _ in config.lossless.points))
     result = bench_lossless(build(BenchLosslessConfig, options))
     _show_rows(result, config.lossless.json)
-    return int(config.engine.numerics == "exact" and any(row["identical"] < row["prompts"] for row in result.rows))
+    return int(config.engine.numerics == "exact" and not result.is_same_text)
 
 
 def _reclaim(parsed: argparse.Namespace) -> int:

@@ -28,15 +28,15 @@ class Budget:
     def __post_init__(self) -> None:
         most = MAX_AMOUNT[self.unit]
         if not 0 < self.amount <= most:
-            raise ConfigError(f"budget is {self}: it must be above 0 and at most {Budget(most, self.unit)}")
+            raise ConfigError(f"{self} is no budget: it must be above 0 and at most {Budget(most, self.unit)}")
         if self.unit == "tokens" and self.amount != int(self.amount):
-            raise ConfigError(f"budget is {self.amount} tokens: it must be a whole number, or a share up to 100%")
+            raise ConfigError(f"{self} is no budget: it must be a whole number, or a share up to 100%")
 
     @classmethod
     def parse(cls, value: object) -> Budget:
         """The budget that a text or a number stands for: `25%`, `0.25`, `2048`, `512MiB`.
 
-        A number with a decimal point is a share, a whole one is tokens.
+        A number up to 1 with a decimal point is a share, and so is one below 1; others are tokens.
 
         Raises:
             ConfigError: it stands for none, or is out of its limits.
@@ -46,13 +46,14 @@ class Budget:
         is_text = isinstance(value, int | str) and not isinstance(value, bool)
         amount = parse_amount(str(value)) if is_text else None
         if amount is None:
-            raise ConfigError(f"budget is {value!r}: {WAYS}")
+            raise ConfigError(f"{value!r} is no budget: {WAYS}")
         number, unit = amount
         if unit in BYTES:
             return cls(number * BYTES[unit], "bytes")
         if unit == "%":
             return cls(number / 100, "share")
-        return cls(number, "share" if "." in str(value) and number <= 1 else "tokens")
+        is_share = 0 < number < 1 or (number <= 1 and "." in str(value))
+        return cls(number, "share" if is_share else "tokens")
 
     @property
     def is_everything(self) -> bool:
@@ -74,5 +75,6 @@ class Budget:
 
     def __str__(self) -> str:
         if self.unit == "share":
-            return f"{self.amount * 100:g}%"
-        return f"{self.amount:.0f} {self.unit}"
+            return f"{self.amount * 100:.15g}%"
+        unit = self.unit.removesuffix("s") if self.amount == 1 else self.unit
+        return f"{self.amount:.16g} {unit}"

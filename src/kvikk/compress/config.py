@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, NoReturn
@@ -26,7 +26,8 @@ FULL = "full"
 """The policy that keeps everything."""
 RESTS = ("drop",)
 MAX_PROTECTED = 2**20
-DRAFTERS = ("cache", "ngram")
+DRAFTERS = ("cache", "ngram", "cache+ngram")
+ONLY_LOSSLESS = f"only lossless requests draft: add {PARAM}.lossless, or leave it out"
 MAX_DRAFT_TOKENS = 32
 """In one round: more are hardly ever accepted, and a client waits for all of them."""
 
@@ -51,7 +52,8 @@ class KVCacheParams:
         window: so many of the last tokens always stay. Of a block that is not full, all stay.
         lossless: the text is that of the whole cache: tokens are drafted, and verified on all of it.
         drafter: what a lossless request drafts with: `cache`, what the policy keeps; `ngram`, what came after the same
-            few tokens before. When not given: `cache` where a policy drops tokens, else `ngram`.
+            few tokens before; `cache+ngram`, the first, with the second to propose several tokens at once to it. When
+            not given: `cache` where a policy drops tokens, else `ngram`.
         draft_tokens: of a lossless request, how many are drafted before they are verified; when not given, as many as
             pay.
     """
@@ -95,7 +97,9 @@ class KVCacheParams:
         """What a request's object asks for, over what the operator set.
 
         A field that the request does not name is the operator's, and so is an option of the same policy or allocator.
-        With another policy or allocator the options of the operator's go, and with `full` the budget.
+        What would mean nothing beside what it does name goes: with another policy or allocator the options of the
+        operator's, with `full` the budget, without `lossless` how to draft, and where all is kept a drafter that needs
+        a small cache.
 
         Raises:
             InvalidRequest: an unknown field, or a value that cannot be honoured.
@@ -116,7 +120,14 @@ class KVCacheParams:
                 asked[own] = {**base.get(own, {}), **asked[own]}
         if options.get("policy") == FULL:
             base.pop("budget", None)
-        return cls(**base | asked)
+        if options.get("lossless") is False:
+            base.pop("drafter", None)
+            base.pop("draft_tokens", None)
+        drafter = base.pop("drafter", None)
+        params = cls(**base | asked)
+        if drafter is None or "drafter" in asked or (drafter != "ngram" and params.is_full):
+            return params
+        return replace(params, drafter=drafter)
 
     @property
     def is_full(self) -> bool:
@@ -127,6 +138,11 @@ class KVCacheParams:
     def drafts_by_lookup(self) -> bool:
         """Whether a lossless request looks its drafts up, and so has no small cache."""
         return self.drafter == "ngram" or self.is_full
+
+    @property
+    def looks_up_below(self) -> bool:
+        """Whether the small cache of a lossless request has its drafts proposed by look-up."""
+        return self.drafter == "cache+ngram" and not self.is_full
 
     @property
     def every(self) -> int | None:
@@ -152,7 +168,7 @@ class KVCacheParams:
         )
 
     def _check_trigger(self) -> None:
-        if not isinstance(self.trigger, str) or not re.fullmatch(r"prefill|every:[1-9]\d{0,8}", self.trigger):
+        if not isinstance(self.trigger, str) or not re.fullmatch(r"prefill|every:[1-9][0-9]{0,8}", self.trigger):
             _refuse("trigger", f"is {self.trigger!r}: write prefill, or every:128 for each 128 generated tokens")
 
     def _check_budget(self) -> None:
@@ -175,16 +191,17 @@ class KVCacheParams:
         if self.drafter is not None:
             _check_choice("drafter", self.drafter, DRAFTERS)
             if not self.lossless:
-                _refuse("drafter", f"is {self.drafter!r}, but only lossless requests draft: add lossless")
-            if self.drafter == "cache" and self.is_full:
-                _refuse("drafter", "is 'cache', but nothing is dropped: name a policy and a budget, or take 'ngram'")
+                _refuse("drafter", f"is {self.drafter!r}, but {ONLY_LOSSLESS}")
+            if self.drafter != "ngram" and self.is_full:
+                way_out = "but nothing is dropped: name a policy and a budget, or take 'ngram'"
+                _refuse("drafter", f"is {self.drafter!r}, {way_out}")
         if self.draft_tokens is None:
             return
         number = whole_number(f"{PARAM}.draft_tokens", self.draft_tokens, param=_param("draft_tokens"))
         if not 0 <= number <= MAX_DRAFT_TOKENS:
             _refuse("draft_tokens", f"is {number}: it must lie between 0 and {MAX_DRAFT_TOKENS}")
         if not self.lossless:
-            _refuse("draft_tokens", f"is {number}, but only lossless requests draft: add lossless, or leave it out")
+            _refuse("draft_tokens", f"is {number}, but {ONLY_LOSSLESS}")
 
 
 def _param(name: str) -> str:
@@ -206,4 +223,4 @@ def _as_request(name: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise InvalidRequest(f"{PARAM}: {error}", param=_param(name)) from None
+        raise InvalidRequest(f"{_param(name)}: {error}", param=_param(name)) from None

@@ -10,6 +10,8 @@ from kvikk.compress.slots import LayerSlots
 
 CHUNK_ELEMENTS = 2**24
 """Cosines held at once: 64 MiB in fp32."""
+CHUNK_KEYS = 256
+"""Of the latest keys, so many are compared with all others at a time."""
 
 
 def redundancy(keys: Tensor, slots: LayerSlots, *, similar: float) -> Tensor:
@@ -21,20 +23,28 @@ def redundancy(keys: Tensor, slots: LayerSlots, *, similar: float) -> Tensor:
     Args:
         keys: `[kv_heads, slots, head_dim]`; dead slots may hold anything.
         slots: which token each slot holds.
-        similar: a cosine.
+        similar: a cosine, 0 or more.
 
     Returns:
-        `[kv_heads, slots]` fp32. Takes time with the square of the slots.
+        `[kv_heads, slots]` fp32. Takes time with the square of the slots where few keys are alike, and waits for the
+        device.
     """
     order, live = slots.order, slots.live
     units = F.normalize(torch.where(live[..., None], keys.float(), 0), dim=-1)
     units = units.gather(1, order[..., None].expand_as(units))  # in the order of the text; dead ones are zero
-    total = torch.zeros(live.shape, device=keys.device)
+    total = (units @ units.sum(1)[..., None]).squeeze(-1) - units.square().sum(-1)
     place = torch.arange(live.shape[1], device=keys.device)
-    for rows in torch.split(place, max(1, CHUNK_ELEMENTS // live.numel())):
-        cosines = units[:, rows] @ units.transpose(1, 2)
-        cosines[:, rows - rows[0], rows] = 0
-        latest = torch.where(cosines > similar, place.int(), 0).amax(-1, keepdim=True).long()
-        cosines.scatter_(-1, latest, 0)
-        total += cosines.sum(1)
+    is_open = place < live.sum(-1, keepdim=True)  # no key that is alike has been found
+    at_once = max(1, min(CHUNK_KEYS, CHUNK_ELEMENTS // live.numel()))
+    for columns in reversed(torch.split(place, at_once)):
+        rows = is_open.any(0).nonzero().squeeze(-1)
+        if not len(rows):
+            break
+        cosines = units[:, rows] @ units[:, columns].transpose(1, 2)
+        is_alike = (cosines > similar) & is_open[:, rows, None] & (rows[:, None] != columns)
+        latest = torch.where(is_alike, columns, -1).amax(-1, keepdim=True)
+        total[:, columns] -= torch.where(columns == latest, cosines, 0).sum(1)
+        is_open[:, rows] &= latest.squeeze(-1) < 0
+    is_open[:, 0] = False
+    total[:, 0] -= torch.where(is_open, (units @ units[:, 0, :, None]).squeeze(-1), 0).sum(-1)
     return torch.empty_like(total).scatter(-1, order, total / live.sum(-1, keepdim=True).clamp(min=1))

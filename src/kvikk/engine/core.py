@@ -108,7 +108,13 @@ class Engine:
         )
         self.pool, self.prefix = self.kv.pool, self.kv.prefix
         self.tier = None if tier is None else tier(self.kv, clock)
-        self.scheduler = Scheduler(config.scheduler, self.kv, limits.max_model_len, self.tier)
+        self.scheduler = Scheduler(
+            config.scheduler,
+            self.kv,
+            limits.max_model_len,
+            self.tier,
+            always_part=config.memory.kv_host_use == "always",
+        )
         self.steps = 0
         self.computed_tokens = 0
         self._config = config
@@ -315,7 +321,7 @@ class Engine:
         )
         for scheduled, result, accepted in results:
             if scheduled.row.draft_of is not None:
-                self._draft(scheduled.row, result)
+                self._draft(scheduled, result, len(accepted))
             elif scheduled.drafts:
                 self._outputs += self._verify(scheduled, result, len(accepted))
             else:
@@ -340,15 +346,22 @@ class Engine:
         for row in [row for row in self.scheduler.due if row not in flying]:
             if not row.is_due:  # the row before it has taken its memory
                 continue
+            is_done = True
             try:
-                is_done = True
                 if row.drafting is None:
                     is_done = self.kv.compact(row, self.scheduler.find_room)
-                else:
+                elif self.scheduler.rounds.wants_cache(row):
                     self.kv.copy_kept(row)
+                else:
+                    self.kv.give_up_drafts(row)
             except Exception as error:
-                failure = error if isinstance(error, KvikkError) else StepFailed(f"compressing failed: {error!r}")
-                self._outputs += self._fail(row, failure)
+                if row.drafting is None:
+                    failure = error if isinstance(error, KvikkError) else StepFailed(f"compressing failed: {error!r}")
+                    self._outputs += self._fail(row, failure)
+                    continue
+                logger.error("%s has no small cache from here on, and decodes plainly: %s", row.id, error)
+                self.scheduler.due.remove(row)
+                row.set_trigger(None, range(0))
                 continue
             if is_done:
                 self.scheduler.due.remove(row)
@@ -413,9 +426,7 @@ class Engine:
         Raises:
             InvalidRequest: it cannot be done, or cannot be understood.
         """
-        asked = self._config.kv_cache.params
-        if params.kv_cache is not None:
-            asked = KVCacheParams.from_dict(params.kv_cache, asked)
+        asked = self._config.kv_cache.asked(params.kv_cache)
         if asked.is_full and not asked.lossless:
             return None
         if self.kv.compressor is None:
@@ -450,20 +461,33 @@ class Engine:
             outputs[0] = outputs[0]._replace(prompt_logprobs=request.prompt_logprobs)
         return outputs
 
-    def _draft(self, cache: Row, result: RowResult) -> None:
-        """A small cache has said a token, or can say none. After an end token there is nothing to draft."""
+    def _draft(self, scheduled: ScheduledRow, result: RowResult, accepted: int) -> None:
+        """A small cache has said a token, or can say none. After an end token there is nothing to draft.
+
+        Args:
+            scheduled: its part of the step.
+            result: of that.
+            accepted: of the tokens that were proposed to it.
+        """
+        cache = scheduled.row
         row = cache.draft_of
         assert row is not None
         drafting = row.drafting
         assert drafting is not None
         if not cache.pending and not drafting.missing:  # the round ended with a token that the step was ahead of
             return
-        token = result.tokens[0].token_id if result.tokens else None
-        if token is not None:
+        if drafting.below is not None:
+            drafting.below.note_step(len(scheduled.drafts), accepted)
+        said = [token.token_id for token in result.tokens[: accepted + 1]]
+        is_over = not said
+        for token in said:
             cache.append(token)
             if cache.grammar is not None:
                 cache.grammar.advance(token)
-        if token is None or token in cache.request.stop_ids:
+            is_over = token in cache.request.stop_ids
+            if is_over:
+                break
+        if is_over:
             cache.settle()
             drafting.length = len(drafting.tokens)
         if not drafting.length:  # it would go on to say none

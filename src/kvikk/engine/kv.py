@@ -155,7 +155,7 @@ class KVMemory:
         self.counters = CompactionCounters()
         self.rests = None if rest is None else Rests(self, rest)
         self._bodies: set[Body] = set()
-        self._drafting: dict[Row, None] = {}
+        self.drafting: dict[Row, None] = {}
         """Rows that have small caches to draft with, in the order in which they got them."""
 
     # Room
@@ -287,7 +287,7 @@ class KVMemory:
         held = replace(held, is_own=np.zeros_like(held.is_own))  # all is copied
         frames = int(frames_wanted(held, counts, self.page_size).sum())
         while (blocks := self.frames.blocks_needed(frames)) > self.pool.free:  # joining takes free frames as well
-            if not self.make_room(blocks):
+            if not self.make_room(blocks) and not self._part_one_more():
                 return
         fresh = self.frames.take(frames)
         keep = choice.keep[:, : held.live.shape[1]]
@@ -297,11 +297,15 @@ class KVMemory:
         cache = Row(request=row.request, choice=row.choice, tokens=[], keys=[], body=plan.body, draft_of=row)
         cache.is_running = True
         row.drafting.cache = cache
-        self._drafting[row] = None
+        self.drafting[row] = None
         self._count(cache)
         if self.rests is not None:
             self.rests.keep(row)
         self._tell_usage(row, float(choice.counts.mean()), 0)
+
+    def _part_one_more(self) -> bool:
+        """Where rows have parted with their whole KV already, have another one do so, so that this one can too."""
+        return self.rests is not None and self.rests.parted > 0 and self.rests.part_one()
 
     def give_up_drafts(self, row: Row) -> None:
         """Take the small cache of a lossless row, if it has one. What was drafted in this round is forgotten."""
@@ -313,7 +317,7 @@ class KVMemory:
         self._give_up(body)
         cache.blocks, cache.is_running, cache.finish_reason = [], False, FinishReason.ABORT
         drafting.cache, drafting.length, drafting.base = None, 0, 0
-        del self._drafting[row]
+        del self.drafting[row]
         row.request.recount_blocks()
 
     def give_up_a_draft(self) -> bool:
@@ -354,7 +358,7 @@ class KVMemory:
 
     def _drafting_on_whole(self) -> Iterator[Row]:
         """Rows with small caches that can go on without, the last that got theirs first."""
-        return (row for row in reversed(self._drafting) if row.rest is None or not row.rest.is_parted)
+        return (row for row in reversed(self.drafting) if row.rest is None or not row.rest.is_parted)
 
     def trim(self, row: Row) -> None:
         """Take the blocks behind a row's last token that it got for drafts; it is in no round, and no step has it."""

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from kvikk.attention.plan import QueryRun
 from kvikk.compress import KVCacheParams
-from kvikk.engine.drafting import NGRAM, SMALL_CACHE, Acceptance, PromptLookup, RowDrafts
+from kvikk.engine.drafting import NGRAM, SMALL_CACHE, Acceptance, LookupBelow, PromptLookup, RowDrafts
 from kvikk.engine.history import TokenHistory
 from kvikk.engine.logprobs import Logprob
 from kvikk.engine.queries import WatchedQueries
@@ -154,6 +154,7 @@ class Drafting:
         cache: its small cache, as a row of its own: the body is a copy of what the policy keeps, the blocks are those
             of the row's tail, and its tokens run ahead of the row's. None: there is none.
         lookup: where it looks its drafts up instead; None: it does not.
+        below: what the small cache has its own drafts proposed by; None: it drafts token by token.
         record: what came of its drafts so far.
         length: tokens to draft in this round; 0: none has begun.
         base: tokens of the row when its last round began: those that its small cache has too.
@@ -162,6 +163,7 @@ class Drafting:
     record: RowDrafts
     cache: Row | None = None
     lookup: PromptLookup | None = None
+    below: LookupBelow | None = None
     length: int = 0
     base: int = 0
 
@@ -172,12 +174,13 @@ class Drafting:
             return None
         if params.drafts_by_lookup:
             return cls(RowDrafts(Acceptance(NGRAM)), lookup=PromptLookup(tokens))
-        return cls(RowDrafts(Acceptance(SMALL_CACHE)))
+        return cls(RowDrafts(Acceptance(SMALL_CACHE)), below=LookupBelow(tokens) if params.looks_up_below else None)
 
     def fork(self) -> Drafting:
         """What a text that begins here drafts with: no small cache yet, and the same index of the prompt."""
         if self.lookup is None:
-            return Drafting(RowDrafts(Acceptance(SMALL_CACHE)))
+            below = None if self.below is None else self.below.copy()
+            return Drafting(RowDrafts(Acceptance(SMALL_CACHE)), below=below)
         return Drafting(RowDrafts(Acceptance(NGRAM)), lookup=self.lookup.copy())
 
     @property

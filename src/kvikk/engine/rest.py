@@ -4,8 +4,8 @@ Every small cache is made together with a copy of its row's full blocks in the h
 *part* with these blocks: they are given up when others need the room, and what is left of the row on the device is its
 small cache and its tail. So more rows draft at a time than the device could hold. When a parted row has drafted enough
 it queues for the link: it gets blocks, those that the prefix cache still has and others that are copied in, and drafts
-on while they come. With them it is a whole row, its tokens are verified as any row's are, and it parts again, unless no
-one needs the room any more.
+on while they come. With them it is a whole row, its tokens are verified as any row's are, and it parts again as soon as
+another one needs the room.
 
 A row that is whole for good is verified for nothing, one that parts costs the link its whole length each time. So rows
 part only when that lets another one start, or keeps one from being preempted.
@@ -13,7 +13,7 @@ part only when that lets another one start, or keeps one from being preempted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -88,7 +88,7 @@ class Rests:
     def __init__(self, kv: KVMemory, store: RestBytes) -> None:
         self.counters = RestCounters()
         self.load_block_s = 0.0
-        """What the link takes for a block, running; 0: nothing was loaded yet."""
+        """What the link takes for a block, running; 0: it is not known yet."""
         self._kv = kv
         self._store = store
         self._rows: dict[Row, Rest] = {}
@@ -100,6 +100,10 @@ class Rests:
     def parted(self) -> int:
         """Rows whose first blocks the host alone has."""
         return sum(rest.is_parted for rest in self._rows.values())
+
+    def load_s(self, rows: Sequence[Row]) -> float:
+        """What the link takes for what one of these rows has, on average; 0: it is not known yet."""
+        return self.load_block_s * sum(len(self._rows[row].slots) for row in rows) / len(rows)
 
     @property
     def used_bytes(self) -> int:
@@ -164,11 +168,15 @@ class Rests:
             self._part(victim)
         return victim is not None
 
-    def part_for(self, blocks: int) -> bool:
+    def part_for(self, blocks: int, pays: Callable[[Sequence[Row]], bool]) -> bool:
         """Part rows, so that as many blocks become obtainable and what parted rows need besides.
 
+        Args:
+            blocks: to become so.
+            pays: whether it is worth while that these rows part.
+
         Returns:
-            False, and nothing done, where there are not enough.
+            False, and nothing done, where it is not, or there are not enough.
         """
         victims: list[Row] = []
         obtainable = self._kv.obtainable
@@ -177,7 +185,7 @@ class Rests:
                 break
             victims.append(row)
             obtainable += self._frees(row)
-        if not victims or obtainable < blocks + self._staging(victims):
+        if not victims or obtainable < blocks + self._staging(victims) or not pays(victims):
             return False
         for row in victims:
             self._part(row)
@@ -191,19 +199,21 @@ class Rests:
         if rest.is_parted and not rest.arriving:
             self._queue.setdefault(row)
 
-    def take_back(self, *, is_room_wanted: bool) -> None:
-        """Between two steps: rows whose blocks have come are whole, those that have been verified part again.
+    def take_back(self) -> None:
+        """Between two steps: rows whose blocks have come are whole; those that were verified part again for others.
 
-        Args:
-            is_room_wanted: whether rows wait that there is no room for.
+        Where the next in the queue has room without, they stay whole: they can part at any time.
         """
         for row, rest in self._rows.items():
+            if not self.load_block_s and rest.saving.is_done:  # the link is as fast in the other direction
+                self.load_block_s = rest.saving.seconds / len(rest.slots)
             if rest.arriving:
                 if rest.loading is None or rest.loading.is_done:
                     self._arrive(row, rest)
             elif rest.is_leased and rest.is_verified and is_between_steps(row):
                 rest.is_leased = rest.is_verified = False
-                if (self._queue or is_room_wanted) and self._can_part(row):
+                head = next(iter(self._queue), None)
+                if head is not None and self.blocks_to_load(head) > self._kv.obtainable and self._can_part(row):
                     self._part(row)
 
     def load(self, spare: int) -> Row | None:

@@ -13,12 +13,20 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import log
 from typing import Final
 
 from kvikk.compress import KVCacheParams
 from kvikk.compress.config import MAX_DRAFT_TOKENS
-from kvikk.engine.drafting import Fallback, RoundPlan, StepKind, StepTimes, plan_round
+from kvikk.engine.drafting import (
+    Fallback,
+    HostCosts,
+    RoundPlan,
+    StepKind,
+    StepTimes,
+    plan_round,
+    tokens_per_s,
+    tokens_until,
+)
 from kvikk.engine.kv import KVMemory
 from kvikk.engine.request import UNKNOWN, Drafting, Row
 from kvikk.engine.step import StepPlan
@@ -30,6 +38,9 @@ NEAR_TIES: Final = (0.0, 0.125, 0.25)
 
 EVEN, HOPELESS = 0.5, 0.1
 """Chances that all tokens of a draft are right, at which a row on the host queues for the link, and drafts no more."""
+
+LEAST_GAIN: Final = 1.03
+"""By which the model must say that the device commits more before rows part: it is a model."""
 
 
 @dataclass(slots=True)
@@ -107,6 +118,33 @@ class DraftRounds:
             self._draft_hosted(row, plan, step_tokens - plan.tokens - len(drafting) - left)
         self._draft(drafting, plan, step_tokens)
 
+    def wants_cache(self, row: Row) -> bool:
+        """Whether a row that is at its trigger would draft with a small cache: its copy takes time and memory."""
+        record = _state(row).record
+        return _params(row).draft_tokens != 0 and (record.fallback is None or record.is_due)
+
+    def parting_pays(self, *, whole: int, parted: int, partings: int, load_row_s: float) -> bool:
+        """Whether rows should part with their whole KV, so that one more can start.
+
+        Args:
+            whole: rows with small caches that are whole.
+            parted: rows that have parted.
+            partings: whole rows that would part.
+            load_row_s: for the link to bring back what one has parted with.
+
+        Returns:
+            False also while that is not known.
+        """
+        costs, drafting = HostCosts.of(self.times, load_row_s), self._kv.drafting
+        if costs is None or not drafting:
+            return False
+        acceptance = sum(_state(row).record.acceptance.probability for row in drafting) / len(drafting)
+        before, after = (
+            tokens_per_s(whole + started - parting, parted + parting, acceptance, MAX_DRAFT_TOKENS, costs)
+            for started, parting in ((0, 0), (1, partings))
+        )
+        return after > LEAST_GAIN * before
+
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long; those that tell something of lossless rows are remembered."""
         kinds = {
@@ -163,10 +201,26 @@ class DraftRounds:
                 else:
                     self._add(row, [], plan)
         for row in begun:
-            state = _state(row)
-            if state.missing:
-                assert state.cache is not None
-                plan.add(state.cache, 1)
+            if _state(row).missing:
+                self._draft_on(row, plan, step_tokens)
+
+    def _draft_on(self, row: Row, plan: StepPlan, step_tokens: int) -> None:
+        """Have a row in a round draft its next token, or verify some that are proposed to its small cache.
+
+        Nothing is proposed behind a token that is not known yet: a row that may have a proposal waits for it.
+        """
+        state = _state(row)
+        cache, below = state.cache, state.below
+        assert cache is not None
+        if below is None or not below.is_hopeful:
+            plan.add(cache, 1)
+        elif not cache.pending:
+            most = min(state.missing, step_tokens - plan.tokens) - 1
+            proposed = below.propose(row.tokens, state.tokens, most)
+            if proposed:
+                plan.add_verification(cache, proposed)
+            else:
+                plan.add(cache, 1)
 
     def _verify(self, begun: Sequence[Row], fresh: Sequence[Row], plan: StepPlan, step_tokens: int) -> None:
         """End a round once all drafts are known, as many as the step has room for; other rows decode plainly in it."""
@@ -202,8 +256,7 @@ class DraftRounds:
             length = self._with_room(row, len(state.tokens) + 1)
             state.go_on(row, max(length, len(state.tokens)), self._page_size)
         if state.missing:
-            assert state.cache is not None
-            plan.add(state.cache, 1)
+            self._draft_on(row, plan, plan.tokens + step_tokens)
         if not state.missing or len(state.tokens) + 1 >= wanted:
             self._kv.rests.want(row)
 
@@ -213,7 +266,7 @@ class DraftRounds:
         if asked is not None:
             return asked
         acceptance = _state(row).record.acceptance.probability
-        return _drafts_until(EVEN, acceptance)
+        return tokens_until(EVEN, acceptance, MAX_DRAFT_TOKENS)
 
     def _goes_on(self, row: Row, most: int) -> bool:
         """Whether a row that has drafted all that it wanted drafts another token while it waits."""
@@ -222,7 +275,7 @@ class DraftRounds:
             return False
         if state.tokens[-1] in row.request.stop_ids:
             return False
-        return len(state.tokens) < _drafts_until(HOPELESS, state.record.acceptance.probability)
+        return len(state.tokens) < tokens_until(HOPELESS, state.record.acceptance.probability, MAX_DRAFT_TOKENS)
 
     # All
 
@@ -285,13 +338,6 @@ class DraftRounds:
             row.blocks += self._kv.pool.take(blocks)
             row.request.recount_blocks()
         return min(length, row.tail_start + len(row.blocks) * self._page_size - len(row.tokens))
-
-
-def _drafts_until(chance: float, acceptance: float) -> int:
-    """Tokens to draft until all of them are right with no more than this chance; one at the least."""
-    if acceptance >= 1:
-        return MAX_DRAFT_TOKENS
-    return max(1, min(MAX_DRAFT_TOKENS, int(log(chance) / log(acceptance)))) if acceptance > 0 else 1
 
 
 def _state(row: Row) -> Drafting:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import ceil, inf
+from typing import Final
 
 from kvikk.engine.config import SchedulerConfig
 from kvikk.engine.kv import KVMemory
@@ -17,6 +19,24 @@ from kvikk.engine.tier import EngineTier
 from kvikk.types import BlockId
 
 logger = logging.getLogger(__name__)
+
+ASKED_ANEW: Final = 32
+"""How often the model's answer is good, while it would be asked the same."""
+
+
+@dataclass(slots=True)
+class _Parting:
+    """What the model was asked last of rows that part, and what it said.
+
+    Args:
+        case: rows that were whole, rows that had parted, rows that would part.
+        pays: its answer.
+        times: how often that was given.
+    """
+
+    case: tuple[int, int, int] | None = None
+    pays: bool = False
+    times: int = 0
 
 
 class Scheduler:
@@ -32,7 +52,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, kv: KVMemory, max_model_len: int, tier: EngineTier | None = None
+        self,
+        config: SchedulerConfig,
+        kv: KVMemory,
+        max_model_len: int,
+        tier: EngineTier | None = None,
+        *,
+        always_part: bool = False,
     ) -> None:
         self.config = config
         self.waiting: list[Row] = []
@@ -47,6 +73,8 @@ class Scheduler:
         self._page_size = kv.page_size
         self._step_tokens = config.step_tokens()
         self._reserve = ceil(config.admission_reserve * kv.pool.total)
+        self._always_part = always_part
+        self._parting = _Parting()
         self._short_of = 0
         """Blocks that must be obtainable for the next row to start, when that is what it waits for; else 0."""
         self.rounds = DraftRounds(kv, max_model_len)
@@ -199,7 +227,7 @@ class Scheduler:
 
         Where no row would become whole otherwise, others pay for it.
         """
-        rests.take_back(is_room_wanted=bool(self.waiting))
+        rests.take_back()
         row = rests.load(len(self.running))
         while row is not None and not rests.load_row(row):
             preemptions = self.preemptions
@@ -317,10 +345,26 @@ class Scheduler:
         needed += cached + self._reserved(row)
         rests = self._kv.rests
         staging = 0 if rests is None else rests.staging
-        if needed + staging <= self._kv.obtainable or (rests is not None and rests.part_for(needed)):
+        if needed + staging <= self._kv.obtainable or (rests is not None and rests.part_for(needed, self._pays)):
             return True
         self._short_of = needed + staging
         return False
+
+    def _pays(self, parting: Sequence[Row]) -> bool:
+        """Whether it is worth while that these rows part with their whole KV for one that waits."""
+        rests, asked = self._kv.rests, self._parting
+        assert rests is not None
+        if self._always_part:
+            return True
+        parted = rests.parted
+        case = len(self._kv.drafting) - parted, parted, len(parting)
+        if asked.case != case or asked.times == ASKED_ANEW:
+            whole, parted, partings = asked.case = case
+            load_row_s = rests.load_s(parting)
+            asked.times = 0
+            asked.pays = self.rounds.parting_pays(whole=whole, parted=parted, partings=partings, load_row_s=load_row_s)
+        asked.times += 1
+        return asked.pays
 
     def _start(self, row: Row, hits: list[BlockId | None]) -> None:
         """Give a row these blocks, and its segments; there is room."""

@@ -63,11 +63,11 @@ class StepPlan:
         self.rows.append(ScheduledRow(row, runs, 0 if row.segments else row.unforked, scores, row.front))
 
     def add_verification(self, row: Row, drafts: Sequence[int]) -> None:
-        """Let a decoding row compute its last token and the drafts behind it, and sample after each."""
+        """Let a decoding row, or a small cache, compute its last token and drafts behind it, and sample after each."""
         (segment,) = row.segments
         row.segments = []
         length = 1 + len(drafts)
-        run = QueryRun(row.blocks, Position(segment.start), length, segment.write)
+        run = QueryRun(row.blocks, Position(segment.start), length, segment.write, None, row.body)
         self.tokens += length
         self.rows.append(ScheduledRow(row, [run], length, NONE_SCORED, row.front, drafts))
 

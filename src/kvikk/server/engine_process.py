@@ -26,6 +26,7 @@ from kvikk.server.messages import (
     Dying,
     Event,
     Failure,
+    HostKV,
     Outputs,
     Pin,
     Ready,
@@ -310,6 +311,7 @@ class EngineLoop:
             tier=TierStats() if engine.tier is None else engine.tier.stats,
             drafts=scheduler.rounds.counters.copy(),
             fallbacks={str(reason): count for reason, count in scheduler.rounds.fallbacks.items()},
+            host=_host_kv(engine),
         )
 
     def _request_states(self) -> list[RequestState]:
@@ -344,6 +346,24 @@ CALLS: dict[str, Callable[..., Any]] = {
 """What the front may call by name."""
 
 
+def _host_kv(engine: Engine) -> HostKV:
+    """The host's part of the KV, as it stands."""
+    rests = engine.kv.rests
+    if rests is None:
+        return HostKV()
+    counters, block_bytes = rests.counters, engine.kv.store.token_bytes * engine.kv.page_size
+    return HostKV(
+        parted=rests.parted,
+        used_bytes=rests.used_bytes,
+        total_bytes=rests.total_bytes,
+        saved_bytes=counters.saved_blocks * block_bytes,
+        loaded_bytes=counters.loaded_blocks * block_bytes,
+        found_blocks=counters.found_blocks,
+        partings=counters.partings,
+        refused=counters.refused,
+    )
+
+
 def _ready(spec: Any, engine: Engine, capacity: Capacity, config: EngineConfig) -> Ready:
     return Ready(
         model=spec.name,
@@ -357,4 +377,5 @@ def _ready(spec: Any, engine: Engine, capacity: Capacity, config: EngineConfig) 
         capacity=str(capacity),
         dtype=capacity.geometry.format,
         device=str(config.model.torch_device()),
+        host_bytes=_host_kv(engine).total_bytes,
     )

@@ -71,6 +71,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     capacity: str
     dtype: str
     device: str
+    host_bytes: int = 0
+    """Of the host's memory for whole KV."""
 
 
 class Added(msgspec.Struct, frozen=True, tag=True):
@@ -106,6 +108,26 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     start: Start | None = None
     kv_cache: KVCacheUsage | None = None
     """What compression did for the request so far; None: it is never compressed."""
+
+
+class HostKV(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The whole KV of lossless requests in the host's memory; all zero where there is none of it."""
+
+    parted: int = 0
+    """Texts whose first blocks the host alone has."""
+    used_bytes: int = 0
+    total_bytes: int = 0
+    """That may be used."""
+    # counters
+    saved_bytes: int = 0
+    """Copied to the host."""
+    loaded_bytes: int = 0
+    """Copied back."""
+    found_blocks: int = 0
+    """Of texts that got theirs back, those that were still cached on the device."""
+    partings: int = 0
+    refused: int = 0
+    """Small caches whose requests the host had no room for."""
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -146,6 +168,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Of lossless requests."""
     fallbacks: dict[str, int] = msgspec.field(default_factory=dict)
     """How often a lossless request began to decode plainly, by reason."""
+    host: HostKV = msgspec.field(default_factory=HostKV)
+    """Of lossless requests, too."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

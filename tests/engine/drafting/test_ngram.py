@@ -77,6 +77,7 @@ def test_rows_that_fork_share_what_was_before_and_nothing_after() -> None:
     assert (len(first), len(second)) == (7, 12)
     assert first.propose(3) == [3, 4, 5]
     assert second.propose(3) == [6, 1, 2]
+    assert second._prompt is first._prompt, "the index is the large part"
 
 
 def test_the_largest_token_ids_are_told_apart() -> None:

@@ -26,7 +26,7 @@ class RKV:
     """
 
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.KEYS, Signal.QUERIES})
-    cost: ClassVar[str] = "time with the square of the slots"
+    cost: ClassVar[str] = "time with the square of the slots where few keys are alike"
 
     query_window: int = 8
     kernel: int = 7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log
 from typing import Final
 
 from kvikk.errors import ConfigError
@@ -41,6 +42,13 @@ SMALL_CACHE: Final = Prior(mean=0.95, weight=8)
 
 NGRAM: Final = Prior(mean=0.5, weight=4)
 """Of prompt look-up: text is either copied or not, and which of them shows soon."""
+
+
+def tokens_until(chance: float, acceptance: float, most: int = 2**31) -> int:
+    """Tokens to draft until all are right with no more than this chance; one at the least, `most` at the most."""
+    if acceptance <= 0:
+        return 1
+    return most if acceptance >= 1 else max(1, min(most, int(log(chance) / log(acceptance))))
 
 
 class Acceptance:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import Final
 
 import numpy as np
@@ -56,12 +57,24 @@ class PromptLookup:
                 if size <= stop:
                     text[tuple(known[stop - size : stop])] = stop
 
-    def propose(self, most: int) -> list[int]:
+    def propose(self, most: int, then: Sequence[int] = ()) -> list[int]:
         """The `most` tokens after the latest earlier place of the longest suffix that has one; none where none has.
 
         Where that place is less than `most` tokens back, the proposal goes on from itself, so that a text that has
         begun to repeat is taken to go on repeating.
+
+        Args:
+            most: tokens to propose.
+            then: tokens that may follow those committed; the suffix ends with them, and no place among them is found.
         """
+        committed = len(self._tokens)
+        self._tokens += then  # for the while: a copy of a long text would take longer than all the rest
+        try:
+            return self._propose(most)
+        finally:
+            del self._tokens[committed:]
+
+    def _propose(self, most: int) -> list[int]:
         tokens, found = self._tokens, 0
         for size in self._sizes:  # upwards: most suffixes are new, and one look at a short one tells it of the longer
             if size >= len(tokens):
@@ -78,10 +91,8 @@ class PromptLookup:
 
     def copy(self) -> PromptLookup:
         """The same, for a row that forks. The index of the prompt is shared."""
-        copied = PromptLookup((), longest=self._sizes[-1], least=self._sizes[0])
-        copied._tokens = self._tokens[:]
-        copied._prompt = self._prompt
-        copied._text = dict(self._text)
+        copied = copy(self)
+        copied._tokens, copied._text = self._tokens[:], dict(self._text)
         return copied
 
 

@@ -78,6 +78,10 @@ class StepTimes:
             plain_s=plain_s,
         )
 
+    def of(self, kind: StepKind) -> tuple[float, float, float] | None:
+        """What a step of a kind takes at all, for each row, and for each token beyond one a row; None: not known."""
+        return self._kinds[kind].coefficients()
+
 
 class _AffineTime:
     """Seconds = fixed + per_row * rows + per_extra * extra, none of them negative, by least squares that forget.

@@ -18,12 +18,15 @@ PROGRAMS = 16
 """256 KiB under way in all: what a link of 64 GB/s carries in 4 us."""
 
 
-def copy_rows(source: Tensor, target: Tensor, source_rows: Tensor, target_rows: Tensor) -> None:
+def copy_rows(
+    source: Tensor, target: Tensor, source_rows: Tensor, target_rows: Tensor, *, programs: int = PROGRAMS
+) -> None:
     """Copy `source[source_rows[i]]` to `target[target_rows[i]]` for every i.
 
     Args:
         source, target: `[rows, width]` int32, contiguous; each on the device, or in pinned host memory.
         source_rows, target_rows: `[copies]` int64, on the device.
+        programs: that share the work, at the most.
 
     Raises:
         ValueError: the widths or types differ, or host memory is not pinned.
@@ -36,8 +39,7 @@ def copy_rows(source: Tensor, target: Tensor, source_rows: Tensor, target_rows: 
         raise ValueError("a kernel cannot reach pageable host memory: have it pinned")
     copies, width = len(source_rows), source.shape[1]
     if copies:
-        programs = min(PROGRAMS, copies * triton.cdiv(width, WORDS_AT_ONCE))
-        _copy[(programs,)](
+        _copy[(min(programs, copies * triton.cdiv(width, WORDS_AT_ONCE)),)](
             source, target, source_rows, target_rows, copies, width, WORDS=WORDS_AT_ONCE, num_warps=8
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from kvikk.server.messages import Ready, Stats
+from kvikk.server.messages import HostKV, Ready, Stats
 from kvikk.server.metrics.instruments import Instruments
 from kvikk.server.metrics.kinds import MODEL, EngineCounter, EngineCounterBy, EngineInfo, EngineValue
 from kvikk.server.metrics.recent import RecentStats
@@ -35,7 +35,9 @@ class Metrics(Collector):
 
     def __init__(self, ready: Ready, *, model_name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.recent = RecentStats(clock())
-        self._stats = Stats(total_blocks=ready.blocks, free_blocks=ready.blocks)
+        self._stats = Stats(
+            total_blocks=ready.blocks, free_blocks=ready.blocks, host=HostKV(total_bytes=ready.host_bytes)
+        )
         self._ready = ready
         self._model_name = model_name
         self._clock = clock

@@ -225,8 +225,8 @@ TABLE: tuple[Metric, ...] = (
     ),
     EngineCounter(
         name="spec_decode_num_accepted_tokens",
-        help="Those of them that the whole cache would have said too, and that became text. Each verification gives "
-        "another token besides.",
+        help="Those of them that the whole cache would have said too: all became text, but for those behind a stop "
+        "string. Each verification gives another token besides.",
         value=lambda stats: stats.drafts.accepted,
         is_vllm=True,
     ),
@@ -253,6 +253,48 @@ TABLE: tuple[Metric, ...] = (
         label="reason",
         values=tuple(Fallback),
         counts=lambda stats: stats.fallbacks,
+    ),
+    EngineGauge(
+        name="kv_host_parted",
+        help="Texts of lossless requests that have parted with their whole KV: the host's memory alone has it, until "
+        "they get it back to be verified.",
+        value=lambda stats: stats.host.parted,
+    ),
+    EngineGauge(
+        name="kv_host_used_bytes",
+        help="Bytes of whole KV in the host's memory, that of requests which have not parted with it included.",
+        value=lambda stats: stats.host.used_bytes,
+    ),
+    EngineGauge(
+        name="kv_host_limit_bytes",
+        help="Bytes of the host's memory that may be used for it: `--kv-host-memory` in whole blocks.",
+        value=lambda stats: stats.host.total_bytes,
+    ),
+    EngineCounter(
+        name="kv_host_saved_bytes",
+        help="Bytes of whole KV that were copied to the host's memory.",
+        value=lambda stats: stats.host.saved_bytes,
+    ),
+    EngineCounter(
+        name="kv_host_loaded_bytes",
+        help="Bytes of it that were copied back. For a text that has parted it is all of its KV for each verification, "
+        "but for what the prefix cache still had.",
+        value=lambda stats: stats.host.loaded_bytes,
+    ),
+    EngineCounter(
+        name="kv_host_blocks_found",
+        help="Blocks of texts that were to get their KV back, which the prefix cache still had: they were not copied.",
+        value=lambda stats: stats.host.found_blocks,
+    ),
+    EngineCounter(
+        name="kv_host_partings",
+        help="Times that a text parted with its whole KV.",
+        value=lambda stats: stats.host.partings,
+    ),
+    EngineCounter(
+        name="kv_host_refusals",
+        help="Times that the host's memory had no room for the whole KV of a text, which then cannot part with it.",
+        value=lambda stats: stats.host.refused,
     ),
     EngineCounter(
         name="num_preemptions",

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from kvikk.errors import KvikkError
+from kvikk.errors import KvikkError, shortened
 from kvikk.server.openai.requests import NOT_SUPPORTED, Body, ChatBody, CompletionBody
 from kvikk.server.openai.responses import Problem, ProblemBody
 
@@ -47,8 +47,10 @@ COMMON: dict[int | str, dict[str, Any]] = {
 
 
 def problem_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> ProblemBody:
-    """An error in OpenAI's form."""
-    return ProblemBody(error=Problem(message=message, type=TYPES.get(status, "server_error"), param=param, code=code))
+    """An error in OpenAI's form; what a client sent of any length is cut in it."""
+    field = None if param is None else shortened(param, LONGEST_VALUE)
+    kind = TYPES.get(status, "server_error")
+    return ProblemBody(error=Problem(message=shortened(message), type=kind, param=field, code=code))
 
 
 def problem(

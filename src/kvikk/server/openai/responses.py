@@ -33,7 +33,9 @@ class KVCacheDetails(BaseModel):
 
     `kept_tokens` is the mean over KV heads and layers. Frames and blocks were given back over the request's life.
     A lossless request keeps all, and what is told here is what it drafts with; of its `drafted` tokens, which were
-    verified in so many `rounds`, the `accepted` ones are part of the text. Other requests have 0 of each.
+    verified in so many `rounds`, the `accepted` ones are what the whole cache says too: all are part of the text, but
+    for those behind a stop string. Where the whole KV goes to the host's memory and comes back to be verified on,
+    `moved_bytes` are those of both ways. Other requests have 0 of each.
     """
 
     policy: str
@@ -47,6 +49,7 @@ class KVCacheDetails(BaseModel):
     rounds: int
     drafted: int
     accepted: int
+    moved_bytes: int
 
 
 class Usage(BaseModel):

@@ -88,6 +88,10 @@ def _memory_texts(ready: Ready, stats: Stats) -> dict[str, str]:
         texts[f"{name}-bytes"] = format_bytes(blocks * ready.block_bytes)
     held, cached, free, total = texts["held"], texts["cached"], texts["free"], number(stats.total_blocks)
     texts["bar"] = f"Of {total} blocks {held} are held, {cached} cached and {free} free"
+    host = stats.host
+    parted = f"; {number(host.parted)} texts have parted with theirs" if host.parted else ""
+    used = f"{format_bytes(host.used_bytes)} of {format_bytes(host.total_bytes)}"
+    texts["host"] = f"Whole KV in the host's memory: {used}{parted}." if host.total_bytes else ""
     return texts
 
 

@@ -1,0 +1,63 @@
+"""What the engine's model of a round says of a run, from the step times and the acceptance that were seen in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvikk.bench.lossless_run import Run
+from kvikk.compress.config import MAX_DRAFT_TOKENS
+from kvikk.engine import Engine
+from kvikk.engine.drafting import HostCosts, RoundCosts, tokens_per_s
+
+
+def best_tokens_per_s(run: Run, engine: Engine, *, blocks: int, looks_up: bool) -> float | None:
+    """Tokens a second that so many rows would commit with the best draft lengths for them.
+
+    Args:
+        run: that was measured, with as many rows side by side.
+        engine: that it was measured on, which knows what its steps and its link take.
+        blocks: of a row's whole KV.
+        looks_up: drafts cost nothing, and are not always there.
+
+    Returns:
+        None where too few steps of a kind were measured, or nothing was drafted.
+    """
+    times, rests = engine.scheduler.rounds.times, engine.kv.rests
+    rows, parted = max(1, round(run.rows)), round(run.parted)
+    acceptance = run.drafts.acceptance
+    if acceptance is None:
+        return None
+    if parted and rests is not None:
+        costs = HostCosts.of(times, rests.load_block_s * blocks)
+        if costs is None:
+            return None
+        return tokens_per_s(rows - parted, parted, acceptance, MAX_DRAFT_TOKENS, costs)
+    round_costs = times.costs(rows, drafts_are_free=looks_up)
+    if round_costs is None:
+        return None
+    share = _share_of_drafts(run) if looks_up else 1.0
+    return best_round(rows, run.drafts.survival(MAX_DRAFT_TOKENS), share, round_costs)
+
+
+def best_round(rows: int, survival: Sequence[float], share: float, costs: RoundCosts) -> float:
+    """Tokens a second of rows that all draft equally many tokens, as many as give the most.
+
+    Args:
+        rows: of the batch.
+        survival: the probability that the first 1, 2, ... tokens of a draft are right.
+        share: of the rows, those that have a draft.
+        costs: of a round of these rows.
+    """
+    best, committed, seconds = rows / costs.plain_s, float(rows), costs.verify_s
+    for alive in survival:
+        committed += rows * share * alive
+        seconds += costs.draft_step_s + rows * share * costs.token_s
+        best = max(best, committed / seconds)
+    return best
+
+
+def _share_of_drafts(run: Run) -> float:
+    """Of all times that a row was computed, those at which it had a draft."""
+    usage = [each for each in run.usage if each is not None]
+    times = sum(map(len, run.texts)) - sum(each.accepted for each in usage)
+    return sum(each.rounds for each in usage) / times
