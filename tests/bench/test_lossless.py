@@ -11,7 +11,7 @@ import pytest
 
 from kvikk.bench.lossless import BenchLosslessConfig, LosslessConfig, bench_lossless
 from kvikk.bench.lossless_model import best_round
-from kvikk.bench.lossless_run import DraftTally
+from kvikk.bench.lossless_run import DraftTally, Run, Step
 from kvikk.bench.replay import Lot
 from kvikk.cli.main import main
 from kvikk.configuration import build
@@ -65,6 +65,7 @@ def test_where_rows_queue_all_is_timed_and_what_the_host_did_is_told_and_accepta
         assert (row["full_kv_in"], row["kv_host_use"]) == ("host", "always")
         assert row["kv_host_memory_bytes"] <= 32 * 2**20
         assert min(row["partings"], row["moved_bytes"], row["parted_at_once"]) > 0
+        assert row["rows_at_once"] >= row["drafting_at_once"] >= row["parted_at_once"]
         assert row["rows_at_once"] > row["plain_rows_at_once"]
         assert row["first_token_p99_ms"] >= row["first_token_ms"] > 0
     header = json.loads(out.read_text())["header"]
@@ -104,6 +105,22 @@ def test_a_token_behind_the_first_wrong_one_of_its_draft_tells_nothing() -> None
     assert (tally.tried, tally.right) == ([2, 2], [2, 1])
     assert tally.acceptance == 0.75
     assert tally.survival(3) == [1.0, 0.5, 0.375], "places that were not tried are like the others"
+
+
+def test_steps_with_prompts_count_for_the_whole_and_not_for_decoding() -> None:
+    steps = [
+        Step(10.0, 0, 0, 0, 0, is_decoding=False, starts=False, ends=False),
+        Step(12.0, 2, 2, 0, 0, is_decoding=False, starts=False, ends=False),
+        Step(13.0, 8, 2, 2, 1, is_decoding=True, starts=True, ends=False),
+        Step(14.0, 4, 1, 1, 1, is_decoding=True, starts=False, ends=True),
+    ]
+    found = Run(
+        texts=[], steps=steps, gaps_ms=[], first_tokens_ms=[], usage=[], drafts=DraftTally(), preemptions=0,
+        partings=0, refused=0,
+    )  # fmt: skip
+    assert (found.tokens_per_s, found.decode_tokens_per_s) == (3.5, 6.0)
+    assert (found.rows, found.drafting, found.parted) == (1.75, 0.75, 0.5)
+    assert found.side_by_side == {(2, 1): 1.0, (1, 1): 1.0}
 
 
 def test_what_is_predicted_is_the_best_length_for_the_acceptance_seen() -> None:

@@ -11,10 +11,10 @@ from kvikk.engine.drafting import HostCosts, RoundCosts, tokens_per_s
 
 
 def best_tokens_per_s(run: Run, engine: Engine, *, blocks: int, looks_up: bool) -> float | None:
-    """Tokens a second that so many rows would commit with the best draft lengths for them.
+    """Tokens a second that the rows of a run would commit with the best draft lengths, each for as long as it ran.
 
     Args:
-        run: that was measured, with as many rows side by side.
+        run: that was measured.
         engine: that it was measured on, which knows what its steps and its link take.
         blocks: of a row's whole KV.
         looks_up: drafts cost nothing, and are not always there.
@@ -22,21 +22,26 @@ def best_tokens_per_s(run: Run, engine: Engine, *, blocks: int, looks_up: bool) 
     Returns:
         None where too few steps of a kind were measured, or nothing was drafted.
     """
-    times, rests = engine.scheduler.rounds.times, engine.kv.rests
-    rows, parted = max(1, round(run.rows)), round(run.parted)
     acceptance = run.drafts.acceptance
     if acceptance is None:
         return None
-    if parted and rests is not None:
-        costs = HostCosts.of(times, rests.load_block_s * blocks)
-        if costs is None:
-            return None
-        return tokens_per_s(rows - parted, parted, acceptance, MAX_DRAFT_TOKENS, costs)
-    round_costs = times.costs(rows, drafts_are_free=looks_up)
-    if round_costs is None:
-        return None
+    times, rests = engine.scheduler.rounds.times, engine.kv.rests
     share = _share_of_drafts(run) if looks_up else 1.0
-    return best_round(rows, run.drafts.survival(MAX_DRAFT_TOKENS), share, round_costs)
+    survival = run.drafts.survival(MAX_DRAFT_TOKENS)
+    committed = 0.0
+    for (rows, parted), seconds in run.side_by_side.items():
+        if parted and rests is not None:
+            costs = HostCosts.of(times, rests.load_block_s * blocks)
+            if costs is None:
+                return None
+            rate = tokens_per_s(rows - parted, parted, acceptance, MAX_DRAFT_TOKENS, costs)
+        else:
+            round_costs = times.costs(rows, drafts_are_free=looks_up)
+            if round_costs is None:
+                return None
+            rate = best_round(rows, survival, share, round_costs)
+        committed += rate * seconds
+    return committed / sum(run.side_by_side.values())
 
 
 def best_round(rows: int, survival: Sequence[float], share: float, costs: RoundCosts) -> float:

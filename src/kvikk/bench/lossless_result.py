@@ -54,8 +54,9 @@ class LosslessResult:
             if row["kv_host_memory_bytes"]:
                 yield (
                     f"{row['rows']}x{row['context']} {row['policy']} {row['budget']}: {row['rows_at_once']:.1f} rows "
-                    f"at once ({row['plain_rows_at_once']:.1f} plainly), {row['parted_at_once']:.1f} of them on the "
-                    f"host; {row['partings']:,} partings, {row['moved_bytes'] / 2**30:.2f} GiB over the link"
+                    f"at once ({row['plain_rows_at_once']:.1f} plainly), {row['drafting_at_once']:.1f} of them with a "
+                    f"small cache and {row['parted_at_once']:.1f} on the host; {row['partings']:,} partings, "
+                    f"{row['moved_bytes'] / 2**30:.2f} GiB over the link"
                 )
 
 
@@ -76,7 +77,8 @@ def figures(method: dict[str, Any], plain: Run, drafted: Run) -> ResultRow:
         "first_token_ms": _quantile(drafted.first_tokens_ms, 0.5),
         "plain_first_token_p99_ms": _quantile(plain.first_tokens_ms, 0.99),
         "first_token_p99_ms": _quantile(drafted.first_tokens_ms, 0.99),
-        "plain_rows_at_once": plain.rows, "rows_at_once": drafted.rows, "parted_at_once": drafted.parted,
+        "plain_rows_at_once": plain.rows, "rows_at_once": drafted.rows,
+        "drafting_at_once": drafted.drafting, "parted_at_once": drafted.parted,
         "plain_preemptions": plain.preemptions, "preemptions": drafted.preemptions,
         "moved_bytes": sum(each.moved_bytes for each in usage), "partings": drafted.partings,
         "host_refusals": drafted.refused,

@@ -58,6 +58,7 @@ class Step(NamedTuple):
         ended_s: when it had been read.
         tokens: that requests gained in it.
         rows: that ran in it.
+        drafting: of them, those that have a small cache after it.
         parted: of them, those whose whole KV the host alone has after it.
         is_decoding: whether no prompt was under way before it nor after it.
         starts: whether all texts have two tokens with it, for the first time.
@@ -67,6 +68,7 @@ class Step(NamedTuple):
     ended_s: float
     tokens: int
     rows: int
+    drafting: int
     parted: int
     is_decoding: bool
     starts: bool
@@ -101,13 +103,12 @@ class Run:
     @property
     def tokens_per_s(self) -> float:
         """Of all requests together, over all that is counted."""
-        return _rate(self.steps, lambda step: True)
+        return _rate(list(pairwise(self.steps)))
 
     @property
     def decode_tokens_per_s(self) -> float:
         """The same over those steps only in which no prompt is under way; over all where there are none."""
-        found = any(step.is_decoding for step in self.steps[1:])
-        return _rate(self.steps, lambda step: step.is_decoding or not found)
+        return _rate(self._decoding)
 
     @property
     def rows(self) -> float:
@@ -115,17 +116,36 @@ class Run:
         return self._mean(lambda step: step.rows)
 
     @property
+    def drafting(self) -> float:
+        """Of them, those that have a small cache to draft with."""
+        return self._mean(lambda step: step.drafting)
+
+    @property
     def parted(self) -> float:
         """Of them, those whose whole KV the host alone has."""
         return self._mean(lambda step: step.parted)
+
+    @property
+    def side_by_side(self) -> dict[tuple[int, int], float]:
+        """Seconds of decoding with so many rows, so many of them parted."""
+        seconds: dict[tuple[int, int], float] = {}
+        for before, step in self._decoding:
+            case = step.rows, step.parted
+            seconds[case] = seconds.get(case, 0.0) + step.ended_s - before.ended_s
+        return seconds
+
+    @property
+    def _decoding(self) -> list[tuple[Step, Step]]:
+        pairs = list(pairwise(self.steps))
+        return [pair for pair in pairs if pair[1].is_decoding] or pairs
 
     def _mean(self, of: Callable[[Step], int]) -> float:
         seconds = self.steps[-1].ended_s - self.steps[0].ended_s
         return sum(of(step) * (step.ended_s - before.ended_s) for before, step in pairwise(self.steps)) / seconds
 
 
-def _rate(steps: Sequence[Step], counts: Callable[[Step], bool]) -> float:
-    pairs = [(before, step) for before, step in pairwise(steps) if counts(step)]
+def _rate(pairs: Sequence[tuple[Step, Step]]) -> float:
+    """Tokens a second of steps, each with the one before it."""
     return sum(step.tokens for _, step in pairs) / sum(step.ended_s - before.ended_s for before, step in pairs)
 
 
@@ -192,7 +212,7 @@ class _Record:
     def __init__(self, requests: list[Request], start_s: float) -> None:
         self.requests = requests
         self.texts: dict[str, list[int]] = {request.id: [] for request in requests}
-        self.steps = [Step(start_s, 0, 0, 0, False, False, False)]
+        self.steps = [Step(start_s, 0, 0, 0, 0, False, False, False)]
         self.gaps: list[tuple[float, float]] = []
         """When a request gained tokens, and for how long it had gained none."""
         self.firsts: list[float] = []
@@ -223,6 +243,7 @@ class _Record:
                 ended_s=now_s,
                 tokens=len(outputs),
                 rows=len(running) + ended,
+                drafting=len(engine.kv.drafting),
                 parted=0 if rests is None else rests.parted,
                 is_decoding=not (has_prompts or self._had_prompts),
                 starts=was_short > self._short == 0,

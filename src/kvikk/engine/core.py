@@ -108,13 +108,9 @@ class Engine:
         )
         self.pool, self.prefix = self.kv.pool, self.kv.prefix
         self.tier = None if tier is None else tier(self.kv, clock)
-        self.scheduler = Scheduler(
-            config.scheduler,
-            self.kv,
-            limits.max_model_len,
-            self.tier,
-            always_part=config.memory.kv_host_use == "always",
-        )
+        if self.kv.rests is not None:
+            self.kv.rests.always = config.memory.kv_host_use == "always"
+        self.scheduler = Scheduler(config.scheduler, self.kv, limits.max_model_len, self.tier)
         self.steps = 0
         self.computed_tokens = 0
         self._config = config

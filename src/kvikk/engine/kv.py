@@ -304,8 +304,9 @@ class KVMemory:
         self._tell_usage(row, float(choice.counts.mean()), 0)
 
     def _part_one_more(self) -> bool:
-        """Where rows have parted with their whole KV already, have another one do so, so that this one can too."""
-        return self.rests is not None and self.rests.parted > 0 and self.rests.part_one()
+        """Where rows part with their whole KV anyway, have another one do so, so that this one can too."""
+        rests = self.rests
+        return rests is not None and (rests.always or rests.parted > 0) and rests.part_one()
 
     def give_up_drafts(self, row: Row) -> None:
         """Take the small cache of a lossless row, if it has one. What was drafted in this round is forgotten."""

@@ -86,6 +86,8 @@ class Rests:
     """
 
     def __init__(self, kv: KVMemory, store: RestBytes) -> None:
+        self.always = False
+        """Whether rows part wherever that makes room that is wanted, and not only where it pays."""
         self.counters = RestCounters()
         self.load_block_s = 0.0
         """What the link takes for a block, running; 0: it is not known yet."""
@@ -277,6 +279,10 @@ class Rests:
         if rest.loading is not None:
             seconds = rest.loading.seconds / rest.loading_blocks
             self.load_block_s = seconds if not self.load_block_s else 0.9 * self.load_block_s + 0.1 * seconds
+        prefix = self._kv.prefix
+        keys = row.full_block_keys(self._kv.page_size)[: len(rest.slots)] if prefix.enabled else []
+        for index, (key, block) in enumerate(zip(keys, rest.arriving, strict=False)):
+            prefix.insert(key, block, index)  # found again when the row comes back, as long as no one needs the room
         row.blocks = rest.arriving + row.blocks
         rest.arriving, rest.loading, rest.is_parted = [], None, False
         rest.is_leased = True

@@ -52,13 +52,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        kv: KVMemory,
-        max_model_len: int,
-        tier: EngineTier | None = None,
-        *,
-        always_part: bool = False,
+        self, config: SchedulerConfig, kv: KVMemory, max_model_len: int, tier: EngineTier | None = None
     ) -> None:
         self.config = config
         self.waiting: list[Row] = []
@@ -73,7 +67,6 @@ class Scheduler:
         self._page_size = kv.page_size
         self._step_tokens = config.step_tokens()
         self._reserve = ceil(config.admission_reserve * kv.pool.total)
-        self._always_part = always_part
         self._parting = _Parting()
         self._short_of = 0
         """Blocks that must be obtainable for the next row to start, when that is what it waits for; else 0."""
@@ -354,7 +347,7 @@ class Scheduler:
         """Whether it is worth while that these rows part with their whole KV for one that waits."""
         rests, asked = self._kv.rests, self._parting
         assert rests is not None
-        if self._always_part:
+        if rests.always:
             return True
         parted = rests.parted
         case = len(self._kv.drafting) - parted, parted, len(parting)
