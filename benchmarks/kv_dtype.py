@@ -36,10 +36,16 @@ PAGE: Final = 16
 CHUNK: Final = 512
 """Tokens that are read at once."""
 CASES: Final = {
-    "cpu": {"rows": 8, "slots": 3500, "q_heads": 9, "kv_heads": 3, "head_dim": 64, "layers": 8},
-    "cuda": {"rows": 32, "slots": 8192, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "layers": 4},
+    "cpu": [{"rows": 8, "slots": 3500, "queries": 1, "q_heads": 9, "kv_heads": 3, "head_dim": 64, "layers": 8}],
+    "cuda": [
+        {"rows": 32, "slots": 8192, "queries": 1, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "layers": 4},
+        {"rows": 32, "slots": 8192, "queries": 1, "q_heads": 24, "kv_heads": 8, "head_dim": 64, "layers": 4},
+        {"rows": 2, "slots": 8192, "queries": 1, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "layers": 16},
+        {"rows": 1, "slots": 8192, "queries": 2048, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "layers": 4},
+    ],
 }
-"""The decode attention that is timed: each layer has its own KV, so that it is read from memory."""
+"""The attention that is timed, of the last `queries` of each row. Each layer has its own KV, so that it is read from
+memory, as far as the first two cases of a GPU go."""
 
 
 @torch.inference_mode()
@@ -85,32 +91,33 @@ def quality(loaded: LoadedModel, device: torch.device, texts: Sequence[Document]
 
 
 def speed(device: torch.device, dtype: torch.dtype, rounds: int) -> Iterator[dict[str, Any]]:
-    """A row for each format: the time of one layer's decode attention, and its ratio to `auto` of the same round.
+    """A row for each case and format: the time of one layer's attention, and its ratio to `auto` of the same round.
 
     Formats take turns, and on a CPU it is the processor time of one thread, so that what else a machine does tells
     little.
     """
     torch.set_num_threads(1)
-    case = CASES[device.type]
     formats: list[tuple[str, torch.dtype | None]] = [("auto", None), *QUANTISED.items()]
     if why_no_fp8(device) is not None:  # its quality can be told anywhere, by the reference backend
         formats = [each for each in formats if each[0] != "fp8"]
-    layers = {name: Layers(case, device, dtype, quantised) for name, quantised in formats}
-    taken = {name: [each.ms()] for name, each in layers.items()}
-    for _ in range(rounds):
+    for case in CASES[device.type]:
+        layers = {name: Layers(case, device, dtype, quantised) for name, quantised in formats}
+        taken = {name: [each.ms()] for name, each in layers.items()}
+        for _ in range(rounds):
+            for name, each in layers.items():
+                taken[name].append(each.ms())
         for name, each in layers.items():
-            taken[name].append(each.ms())
-    for name, each in layers.items():
-        counted, auto = taken[name][1:], taken["auto"][1:]  # the first ones touched the memory
-        yield {
-            "measured": "decode attention", "kv_dtype": name, **case, "read_mb": each.read_mb,
-            "layer_ms": median(counted), "layer_ms_min": min(counted),
-            "time_ratio": median(ours / theirs for ours, theirs in zip(counted, auto, strict=True)),
-        }  # fmt: skip
+            counted, auto = taken[name][1:], taken["auto"][1:]  # the first ones touched the memory
+            yield {
+                "measured": "decode attention" if case["queries"] == 1 else "prompt attention",
+                "kv_dtype": name, **case, "read_mb": each.read_mb,
+                "layer_ms": median(counted), "layer_ms_min": min(counted),
+                "time_ratio": median(ours / theirs for ours, theirs in zip(counted, auto, strict=True)),
+            }  # fmt: skip
 
 
 class Layers:
-    """Some layers of decode attention over rows in random blocks of one format, again and again."""
+    """Some layers of attention over rows in random blocks of one format, again and again."""
 
     def __init__(
         self, case: dict[str, int], device: torch.device, dtype: torch.dtype, quantised: torch.dtype | None
@@ -122,17 +129,22 @@ class Layers:
             quantised=quantised,
         )  # fmt: skip
         store = KVStore(geometry, case["rows"] * of_row + 1, device)
-        store.words.zero_()
+        if store.scales is None:
+            store.frames.normal_()
+        else:
+            store.frames.view(torch.uint8).random_(0, 256)
+            store.scales.fill_(0.01)
         self.read_mb = case["rows"] * case["slots"] * geometry.token_bytes / case["layers"] / 1e6
         order = torch.randperm(case["rows"] * of_row, generator=torch.Generator().manual_seed(0), device="cpu") + 1
         runs = [
-            QueryRun(blocks=table, start=Position(case["slots"] - 1), length=1)
+            QueryRun(blocks=table, start=Position(case["slots"] - case["queries"]), length=case["queries"])
             for table in order.view(case["rows"], of_row).tolist()
         ]
         backend = attention_backend("auto", store)
         self._step = backend.begin(backend.plan(runs))
-        self._q = torch.randn(case["rows"], case["q_heads"], case["head_dim"], device=device).to(dtype)
-        self._k = torch.randn(case["rows"], case["kv_heads"], case["head_dim"], device=device).to(dtype)
+        tokens = case["rows"] * case["queries"]
+        self._q = torch.randn(tokens, case["q_heads"], case["head_dim"], device=device).to(dtype)
+        self._k = torch.randn(tokens, case["kv_heads"], case["head_dim"], device=device).to(dtype)
         self._attend()
         self._graph = capture(self._attend) if device.type == "cuda" else None
 
@@ -149,27 +161,37 @@ class Layers:
             self._step.attend(layer, self._q, self._k, self._k, scale=0.125)
 
 
+def _of(row: dict[str, Any]) -> str:
+    return f"{row.get('rows')} x {row.get('slots')}, heads of {row.get('head_dim')}, {row.get('read_mb', 0):.1f} MB"
+
+
 def main() -> None:
     """Measure, print the table, and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--documents", type=int, default=4, help="of each kind of text")
+    parser.add_argument(
+        "--documents", type=int, default=4, help="of each kind of text; 0: speed alone, without a model"
+    )
     parser.add_argument("--length", type=int, default=2048, help="tokens of a document")
     parser.add_argument("--rounds", type=int, default=15, help="of timing")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     device = torch.device(args.device)
-    loaded = load_model(args.model, dtype=args.dtype, device=device, max_model_len=args.length)
-    encode = loaded.tokenizer.encode
-    texts = [text for kind in ("code", "prose") for text in documents(kind, args.documents, args.length, encode)]
-    rows = [*quality(loaded, device, texts), *speed(device, loaded.model.spec.dtype, args.rounds)]
+    rows: list[dict[str, Any]] = []
+    if args.documents:
+        loaded = load_model(args.model, dtype=args.dtype, device=device, max_model_len=args.length)
+        encode = loaded.tokenizer.encode
+        texts = [text for kind in ("code", "prose") for text in documents(kind, args.documents, args.length, encode)]
+        rows += quality(loaded, device, texts)
+        del loaded
+    rows += speed(device, getattr(torch, args.dtype), args.rounds)
     table = Table("what", "kv dtype", "of", "KL mean, nats", "KL p99", "same top 1", "ms a layer", "of auto's time")
     for row in rows:
         figures = [row.get(name) for name in ("kl_mean", "kl_p99", "top1", "layer_ms", "time_ratio")]
         shown = ["" if figure is None else f"{figure:.4g}" for figure in figures]
-        table.add_row(row["measured"], row["kv_dtype"], row.get("text", f"{row.get('read_mb', 0):.1f} MB"), *shown)
+        table.add_row(row["measured"], row["kv_dtype"], row.get("text", _of(row)), *shown)
     Console().print(table)
     facts = header(device) | {"model": args.model, "dtype": args.dtype}
     write_rows(args.output, facts, rows)

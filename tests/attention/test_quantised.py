@@ -72,6 +72,17 @@ def test_odd_shapes_are_dense_attention(
             assert_right(attention_backend(backend, world.store), make(world))
 
 
+@needs_triton
+@pytest.mark.parametrize("quantised", [*FORMATS, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("group", "head_dim", "page"), [(3, 80, 32), (11, 24, 16)])
+def test_rows_that_fill_no_tile_of_words_are_dense_attention(
+    quantised: torch.dtype, group: int, head_dim: int, page: int
+) -> None:
+    """Neither with their words, nor with their queries."""
+    world = World(pool(quantised, torch.float16, "triton", kv_heads=1, group=group, head_dim=head_dim, page=page))
+    assert_right(attention_backend("triton", world.store), a_mixed_step(world, is_short=True))
+
+
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_batch_is_dense_attention_on_both_backends(data: st.DataObject) -> None:
@@ -254,7 +265,7 @@ def test_in_exact_numerics_a_position_has_the_same_bits_in_every_run(
     assert torch.equal(in_runs(backend, pool(quantised, dtype), singles, "exact", kept), whole)
 
 
-@pytest.mark.parametrize("quantised", FORMATS)
+@pytest.mark.parametrize("quantised", [*FORMATS, torch.float8_e4m3fn])
 def test_in_exact_numerics_the_gpus_kernels_give_a_position_the_same_bits_in_every_run(quantised: torch.dtype) -> None:
     pytest.importorskip("triton")
     shape, kept = pool(quantised, torch.float16, "triton"), [600, 1]  # more than the kernel sums up at once

@@ -5,7 +5,8 @@ One kernel works the list off, for single queries and for several; lanes that we
 second kernel merges in order. Everything irregular about a step is data in buffers that never move, so captured graphs
 stay valid.
 
-Read `rows` (what is asked), `planner` (the list), `attend` and `merge` (the maths), `store` (RoPE and the KV write),
+Read `rows` (what is asked), `planner` (the list), `attend` and `merge` (the maths; a tile of slots in
+`running`, of quantised ones in `words` and `unpack`), `store` (RoPE and the KV write),
 `worklist` (the three joined), `backend` (the same behind `AttentionBackend`). `plan_twin` and `twins` have each kernel
 in PyTorch. `flashinfer` has the routes of another package, `cost` and `calibration` what each costs, `routing` the
 choice.

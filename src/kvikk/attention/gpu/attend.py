@@ -1,7 +1,8 @@
 """The attention kernel: works a list of items off, for single queries and for several, over pages where they lie.
 
-One source for both: the queries of an item times the query heads of its KV head are the rows of one matrix product (16
-rows for decoding, 64 or 128 for chunks of a prompt). Softmax runs along the slots in fp32, with the usual rescaling.
+One source for both, and for all formats of the pool (`forms`): the queries of an item times the query heads of its KV
+head are the rows of one matrix product (16 for decoding and 64 or 128 for chunks of a prompt; 8 and 32 where the pool
+is quantised). Softmax runs along the slots in fp32, with the usual rescaling.
 Items that are the only ones of their queries write the output; the others leave unnormalised parts for `merge`.
 `twins.attend_items` is the same in PyTorch.
 """
@@ -9,16 +10,17 @@ Items that are the only ones of their queries write the output; the others leave
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvikk.attention.gpu.nibbles import take_packed_tile, turned_half
+from kvikk.attention.gpu.forms import in_ones, join_parts, load_queries, no_sums, piece_of, take
 from kvikk.attention.gpu.planner import FIELDS, WorkList, body_arguments
 from kvikk.attention.gpu.rows import DecodeRows, RunRows
-from kvikk.attention.gpu.running import join_part, take_tile
+from kvikk.geometry import INT4, KVGeometry
 from kvikk.memory.int4 import turn_width
 from kvikk.memory.storage import KVStore
 from kvikk.models.gpu.launch import overlapping, wait_for_inputs
@@ -29,7 +31,8 @@ class Tile:
     """How one item is computed.
 
     Args:
-        rows: of the matrix products, a power of two from 16, or 8 in int4: queries times query heads of a KV head.
+        rows: of the matrix products, a power of two from 16, or 8 in quantised pools: queries times query heads of a
+            KV head.
         slots: KV slots taken at once, a multiple of the page size.
         warps: of a program.
         stages: tiles of KV in flight.
@@ -89,6 +92,15 @@ class Bias:
 
 
 LOG2E = 1.4426950408889634
+FORMATS: Final = {None: "plain", torch.int8: "int8", torch.float8_e4m3fn: "fp8", INT4: "int4"}
+"""What the kernel calls them, by `KVGeometry.quantised`."""
+
+
+def row_width(geometry: KVGeometry) -> int:
+    """Of what the kernel takes a row as: numbers, or 16-bit words where they are quantised."""
+    if geometry.quantised is None:
+        return geometry.row_elements
+    return geometry.row_elements * geometry.stored.itemsize // 2
 
 
 def attend_items(
@@ -129,6 +141,10 @@ def attend_items(
         raise ValueError("q must have contiguous heads, out be contiguous, both in the model's dtype")
     if tile.rows < group or tile.slots % page:
         raise ValueError(f"a tile of {tile.rows} x {tile.slots} serves no group of {group} with pages of {page}")
+    pool, scales = store.frames, store.frames
+    if store.scales is not None:
+        pool, scales = store.words.view(torch.int16), store.scales
+    width = row_width(geometry)
     plan = layer if work.items.shape[0] > 1 else 0
     _, body_stride = body_arguments(rows.bodies, rows.seats)
     body_frames, body_offsets = (
@@ -136,17 +152,16 @@ def attend_items(
     )
     _attend[(work.capacity,)](
         q, out, out if lse is None else lse, partials.sums, partials.states,
-        store.frames, store.frames if store.scales is None else store.scales,
-        work.items[plan], work.counts[plan],
+        pool, scales, work.items[plan], work.counts[plan],
         rows.tables, rows.tables.stride(0), body_frames, body_offsets, body_stride,
         out if bias is None else bias.values,
         rows.seats if bias is None else bias.offsets,
         rows.seats if bias is None else bias.strides,
         q.stride(0), scale * LOG2E, geometry.frames_per_block, geometry.first_frame[layer],
-        Q_HEADS=q.shape[1], GROUP=group, HEAD_DIM=head_dim, WIDTH=geometry.row_elements,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK=max(16, triton.next_power_of_2(geometry.row_elements)),
-        PAGE=page, FRAME=geometry.frame_bytes // geometry.stored.itemsize, SCALES=geometry.row_scales,
-        TURN=turn_width(head_dim),
+        Q_HEADS=q.shape[1], GROUP=group, HEAD_DIM=head_dim, WIDTH=width,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK=max(16, triton.next_power_of_2(width)),
+        PAGE=page, FRAME=geometry.frame_bytes // pool.itemsize,
+        FORMAT=FORMATS[geometry.quantised], SCALES=geometry.row_scales, TURN=turn_width(head_dim),
         ROWS=tile.rows, SLOTS=tile.slots, USED=partials.sums.shape[1], RECORD=FIELDS,
         PART=tile.part, ONE_LOOP=isinstance(rows, DecodeRows) or rows.bodies is not None or bias is not None,
         RAGGED=rows.bodies is not None,
@@ -158,54 +173,17 @@ def attend_items(
 
 
 @triton.jit
-def _no_sums(ROWS: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr):
-    """Sums of nothing; the second ones matter in int4 alone, where both lie on their side."""
-    if SCALES == 2:
-        sums = tl.zeros((BLOCK, ROWS), dtype=tl.float32)
-        high_sums = tl.zeros((BLOCK, ROWS), dtype=tl.float32)
-    else:
-        sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-        high_sums = tl.zeros((1, 1), dtype=tl.float32)
-    return sums, high_sums
-
-
-@triton.jit
-def _step(
-    q, high_q, sums, high_sums, largest, weight_sum, base, end, limit, body, padded_body,
-    pool, scales, table, body_run, bias, bias_end, scale_log2, frames_per_block, lane,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, FRAME: tl.constexpr, SCALES: tl.constexpr,
-    SLOTS: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    PAIRED: tl.constexpr,
-):  # fmt: skip
-    """Take one tile of slots into the running softmax."""
-    if SCALES == 2:
-        sums, high_sums, largest, weight_sum = take_packed_tile(
-            q, high_q, sums, high_sums, largest, weight_sum, base, end, limit, body, padded_body,
-            pool, scales, table, body_run, bias, bias_end, scale_log2, frames_per_block, lane,
-            WIDTH, BLOCK, PAGE, FRAME, SLOTS, MASKED, RAGGED, HAS_BIAS, PRECISION, PAIRED,
-        )  # fmt: skip
-    else:
-        sums, largest, weight_sum = take_tile(
-            q, sums, largest, weight_sum, base, end, limit, body, padded_body,
-            pool, scales, table, body_run, bias, bias_end, scale_log2, frames_per_block, lane,
-            WIDTH, BLOCK, PAGE, FRAME, SCALES, SLOTS, MASKED, RAGGED, HAS_BIAS, PRECISION,
-        )  # fmt: skip
-    return sums, high_sums, largest, weight_sum
-
-
-@triton.jit
 def _attend(
     q, out, lse, partial_sums, partial_states, pool, scales, items, counts,
     tables, table_stride, body_frames, body_offsets, body_stride, bias, bias_offsets, bias_strides,
     q_stride, scale_log2, frames_per_block, first_frame,
     Q_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr, PAGE: tl.constexpr, FRAME: tl.constexpr, SCALES: tl.constexpr, TURN: tl.constexpr,
-    ROWS: tl.constexpr, SLOTS: tl.constexpr, USED: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr, FRAME: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+    TURN: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, USED: tl.constexpr,
     RECORD: tl.constexpr, PART: tl.constexpr, ONE_LOOP: tl.constexpr, RAGGED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr, PRECISION: tl.constexpr, PAIRED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)
-    number = tl.arange(0, BLOCK_D)
     index = tl.program_id(0)
     item = items + index * RECORD
     seat = tl.load(item).to(tl.int64)
@@ -215,7 +193,6 @@ def _attend(
     position = tl.load(item + 4)
     begin = tl.load(item + 5)
     end = tl.load(item + 6)
-    splits = tl.load(item + 8)
     body = tl.load(item + 10)
     padded_body = (body + PAGE - 1) // PAGE * PAGE
     lane = first_frame + head
@@ -235,74 +212,65 @@ def _attend(
         is_query = row < queries * GROUP
         at = (token + row // GROUP).to(tl.int64)
         q_head = head * GROUP + row % GROUP
-        real = is_query[:, None] & (number < HEAD_DIM)[None, :]
-        tile = tl.load(q + (at * q_stride + q_head * HEAD_DIM)[:, None] + number[None, :], mask=real, other=0.0)
-        high = tile
-        if SCALES == 2:
-            whole = tl.trans(tile)
-            tile = turned_half(whole, 0, HEAD_DIM, BLOCK_D, BLOCK, TURN, PRECISION)
-            high = turned_half(whole, HEAD_DIM // 2, HEAD_DIM, BLOCK_D, BLOCK, TURN, PRECISION)
+        q_at = q + (at * q_stride + q_head * HEAD_DIM)
         limit = padded_body + position + row // GROUP  # the last slot that each row sees
+        if SCALES > 0:
+            limit = tl.minimum(limit, end - 1)
+        tiles = load_queries(q_at, is_query, HEAD_DIM, BLOCK_D, WIDTH, BLOCK, TURN, SCALES, PRECISION)
 
-        sums, high_sums = _no_sums(ROWS, BLOCK, SCALES)
+        sums = no_sums(ROWS, BLOCK, SCALES)
         largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
         weight_sum = tl.zeros((ROWS,), dtype=tl.float32)
         table = tables + seat * table_stride
         if PART > 0:
             for part in range(begin, end, PART):
-                part_sums, part_high = _no_sums(ROWS, BLOCK, SCALES)
+                part_sums = no_sums(ROWS, BLOCK, SCALES)
                 part_largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
                 part_weight = tl.zeros((ROWS,), dtype=tl.float32)
                 for base in range(part, tl.minimum(part + PART, end), SLOTS):
-                    part_sums, part_high, part_largest, part_weight = _step(
-                        tile, high, part_sums, part_high, part_largest, part_weight, base, end, limit, body,
+                    part_sums, part_largest, part_weight = take(
+                        tiles, part_sums, part_largest, part_weight, base, end, limit, body,
                         padded_body, pool, scales, table, body_run, row_bias, bias_end, scale_log2, frames_per_block,
                         lane,
-                        WIDTH, BLOCK, PAGE, FRAME, SCALES, SLOTS, True, RAGGED, HAS_BIAS, PRECISION, PAIRED,
+                        WIDTH, BLOCK, PAGE, FRAME, FORMAT, SCALES, SLOTS, True, RAGGED, HAS_BIAS, PRECISION, PAIRED,
                     )  # fmt: skip
-                axis: tl.constexpr = 0 if SCALES == 2 else 1
-                if SCALES == 2:
-                    high_sums, _, _ = join_part(
-                        high_sums, largest, weight_sum, part_high, part_largest, part_weight, axis
-                    )
-                sums, largest, weight_sum = join_part(
-                    sums, largest, weight_sum, part_sums, part_largest, part_weight, axis
+                part_sums = in_ones(part_sums, FORMAT, SCALES, q.dtype.element_ty)
+                sums, largest, weight_sum = join_parts(
+                    sums, largest, weight_sum, part_sums, part_largest, part_weight, SCALES
                 )
         else:
             masked_from = begin
             if not ONE_LOOP:  # whole tiles before the first query need no mask
                 masked_from = tl.maximum(begin, tl.minimum(end, position + 1) // SLOTS * SLOTS)
                 for base in range(begin, masked_from, SLOTS):
-                    sums, high_sums, largest, weight_sum = _step(
-                        tile, high, sums, high_sums, largest, weight_sum, base, end, limit, body, padded_body,
+                    sums, largest, weight_sum = take(
+                        tiles, sums, largest, weight_sum, base, end, limit, body, padded_body,
                         pool, scales, table, body_run, row_bias, bias_end, scale_log2, frames_per_block, lane,
-                        WIDTH, BLOCK, PAGE, FRAME, SCALES, SLOTS, False, RAGGED, HAS_BIAS, PRECISION, PAIRED,
+                        WIDTH, BLOCK, PAGE, FRAME, FORMAT, SCALES, SLOTS, False, RAGGED, HAS_BIAS, PRECISION, PAIRED,
                     )  # fmt: skip
             for base in range(masked_from, end, SLOTS):
-                sums, high_sums, largest, weight_sum = _step(
-                    tile, high, sums, high_sums, largest, weight_sum, base, end, limit, body, padded_body,
+                sums, largest, weight_sum = take(
+                    tiles, sums, largest, weight_sum, base, end, limit, body, padded_body,
                     pool, scales, table, body_run, row_bias, bias_end, scale_log2, frames_per_block, lane,
-                    WIDTH, BLOCK, PAGE, FRAME, SCALES, SLOTS, True, RAGGED, HAS_BIAS, PRECISION, PAIRED,
+                    WIDTH, BLOCK, PAGE, FRAME, FORMAT, SCALES, SLOTS, True, RAGGED, HAS_BIAS, PRECISION, PAIRED,
                 )  # fmt: skip
+            sums = in_ones(sums, FORMAT, SCALES, q.dtype.element_ty)
 
-        if SCALES == 2:
-            sums, high_sums = tl.trans(sums), tl.trans(high_sums)
-        column = tl.arange(0, BLOCK)
-        stored = is_query[:, None] & (column < WIDTH)[None, :]
+        stored = is_query[:, None] & (tl.arange(0, BLOCK) < WIDTH)[None, :]
+        divisor = tl.where(weight_sum == 0.0, 1.0, weight_sum)
+        splits = tl.load(item + 8)
+        slot_row = tl.load(item + 11).to(tl.int64) * USED + row
+        for i in tl.static_range(max(1, 2 * SCALES)):
+            piece, column = piece_of(sums, i, BLOCK, HEAD_DIM, SCALES)
+            if splits == 1:
+                target = out + ((at * Q_HEADS + q_head) * HEAD_DIM)[:, None] + column[None, :]
+                tl.store(target, (piece / divisor[:, None]).to(out.dtype.element_ty), mask=stored)
+            else:
+                tl.store(partial_sums + slot_row[:, None] * HEAD_DIM + column[None, :], piece, mask=stored)
         if splits == 1:
-            divisor = tl.where(weight_sum == 0.0, 1.0, weight_sum)
-            target = out + ((at * Q_HEADS + q_head) * HEAD_DIM)[:, None] + column[None, :]
-            tl.store(target, (sums / divisor[:, None]).to(out.dtype.element_ty), mask=stored)
-            if SCALES == 2:
-                tl.store(target + WIDTH, (high_sums / divisor[:, None]).to(out.dtype.element_ty), mask=stored)
             if HAS_LSE:
                 total = (largest + tl.log2(divisor)) * 0.6931471805599453
                 tl.store(lse + at * Q_HEADS + q_head, total, mask=is_query)
         else:
-            slot_row = tl.load(item + 11).to(tl.int64) * USED + row
-            part_sums_at = partial_sums + slot_row[:, None] * HEAD_DIM + column[None, :]
-            tl.store(part_sums_at, sums, mask=stored)
-            if SCALES == 2:
-                tl.store(part_sums_at + WIDTH, high_sums, mask=stored)
             tl.store(partial_states + slot_row * 2, largest, mask=is_query)
             tl.store(partial_states + slot_row * 2 + 1, weight_sum, mask=is_query)

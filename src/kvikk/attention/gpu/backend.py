@@ -24,7 +24,8 @@ class TritonBackend:
     """Attention by work list over a pool on a GPU (or on a CPU, through Triton's interpreter).
 
     Args:
-        store: the pool; every layer has the same number of KV heads, and pages are of 16 or 32 slots.
+        store: the pool; every layer has the same number of KV heads, and pages are of 16 or 32 slots. Quantised rows
+            are of an even number of bytes.
         numerics: `exact`: a query's bits depend on nothing but its own row.
 
     Raises:
@@ -39,6 +40,12 @@ class TritonBackend:
             raise ConfigError(
                 f"attention backend 'triton' serves layers that are alike and pages of 16 or 32 slots, not KV heads "
                 f"{sorted(set(geometry.kv_heads))} and pages of {geometry.page_size}: use 'reference'"
+            )
+        row_bytes = geometry.row_elements * geometry.stored.itemsize
+        if geometry.quantised is not None and row_bytes % 2:
+            raise ConfigError(
+                f"attention backend 'triton' takes quantised rows as words of 2 bytes, and a head_dim of "
+                f"{geometry.head_dim} gives rows of {row_bytes}: use 'reference', or the KV dtype 'auto'"
             )
         self.store = store
         self.numerics: Numerics = numerics

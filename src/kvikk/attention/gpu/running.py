@@ -1,7 +1,6 @@
-"""The running softmax of the attention kernel: one tile of slots after the other, whatever the format of the pool.
+"""The running softmax of the attention kernel: one tile of slots after the other, of K and V as they are.
 
-Quantised K and V are exact in q's dtype as they are loaded; their scales are taken into logits and weights, in fp32.
-`nibbles` has the same for int4.
+`words` has the same for quantised pools.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ def locate(
 @triton.jit
 def take_tile(
     q, sums, largest, weight_sum, base, end, limit, body, padded_body,
-    pool, scales, table, body_run, bias, bias_end, scale_log2, frames_per_block, lane,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, FRAME: tl.constexpr, SCALES: tl.constexpr,
+    pool, table, body_run, bias, bias_end, scale_log2, frames_per_block, lane,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, FRAME: tl.constexpr,
     SLOTS: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take one tile of slots into the running softmax; queries and sums are `[ROWS, BLOCK_D]`."""
@@ -65,12 +64,7 @@ def take_tile(
         keys = tl.load(pool + at[None, :] + number[:, None])
     else:
         keys = tl.load(pool + at[None, :] + number[:, None], mask=(number < HEAD_DIM)[:, None], other=0.0)
-    if SCALES > 0:
-        scale_at = scales + frame * (FRAME * pool.dtype.element_ty.primitive_bitwidth // 32) + slot % PAGE
-        key_scales = tl.load(scale_at) * scale_log2
-        logits = tl.dot(q, keys.to(q.dtype), input_precision=PRECISION) * key_scales[None, :]
-    else:
-        logits = tl.dot(q, keys, input_precision=PRECISION) * scale_log2
+    logits = tl.dot(q, keys, input_precision=PRECISION) * scale_log2
     if HAS_BIAS:
         logits += tl.load(bias + slot, mask=slot < bias_end, other=0.0)[None, :] * 1.4426950408889634
     if MASKED:
@@ -85,8 +79,5 @@ def take_tile(
         real = is_live[:, None] & (number < HEAD_DIM)[None, :]
         values = tl.load(pool + PAGE * HEAD_DIM + at[:, None] + number[None, :], mask=real, other=0.0)
     weight_sum = weight_sum * shrink + tl.sum(weights, axis=1)
-    if SCALES > 0:
-        weights *= tl.load(scale_at + PAGE, mask=is_live, other=0.0)[None, :]
-        values = values.to(q.dtype)
     sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision=PRECISION)
     return sums, new_largest, weight_sum

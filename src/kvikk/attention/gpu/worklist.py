@@ -7,11 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvikk.attention.gpu.attend import Bias, Partials, Tile, attend_items
+from kvikk.attention.gpu.attend import Bias, Partials, Tile, attend_items, row_width
 from kvikk.attention.gpu.merge import merge_items
 from kvikk.attention.gpu.planner import Chunking, WorkList, plan_items
 from kvikk.attention.gpu.rows import DecodeRows, RunRows
-from kvikk.geometry import INT4
 from kvikk.memory.storage import KVStore
 from kvikk.types import Numerics
 
@@ -22,6 +21,8 @@ SHORT_ROWS = (16, 32)
 """Rows of the tiles for runs that are computed as single queries are."""
 LONG_RUNS = 256
 """Tokens of a step from which on larger tiles pay."""
+RESIDENT_WARPS = {8: 16, 16: 12, 32: 8}
+"""On a processor, by rows of a tile over a quantised pool: what its registers leave room for, at the least."""
 PROCESSORS = 132
 """Of an H200, for which the numbers of programs at once were measured; on other devices they are a guess."""
 
@@ -140,7 +141,8 @@ class WorkListDecode(WorkListAttention):
             chunking=Chunking(
                 tile_queries=1,
                 tile_slots=tile.slots,
-                residents=decode_residents(store),
+                residents=decode_residents(store, tile),
+                waves=decode_waves(tile),
                 part=tile.part,
             ),
             ragged=ragged,
@@ -187,8 +189,8 @@ class WorkListRuns(WorkListAttention):
         chunking = Chunking(
             tile_queries=tile.queries(group),
             tile_slots=tile.slots,
-            residents=decode_residents(store) if is_short else 2 * PROCESSORS,
-            waves=5 if is_short else 2,
+            residents=decode_residents(store, tile) if is_short else 2 * PROCESSORS,
+            waves=decode_waves(tile) if is_short else 2,
             part=tile.part,
         )
         super().__init__(
@@ -199,22 +201,36 @@ class WorkListRuns(WorkListAttention):
 
 
 def decode_tile(group: int, store: KVStore) -> Tile:
-    """For single queries: as few rows as the matrix units take, as many slots as fit on chip three times.
-
-    In int4 half as many slots by half as many warps: quicker in heads of 64, and no slower in heads of 128.
-    """
-    slots = 128 * 2 // store.geometry.dtype.itemsize
-    if store.geometry.head_dim > 128:
+    """For single queries: as few rows as the matrix units take, as many slots as fit on chip three times."""
+    geometry = store.geometry
+    if geometry.quantised is not None:
+        return _words_tile(_rows(8, group), store)
+    slots = 128 * 2 // geometry.dtype.itemsize
+    if geometry.head_dim > 128:
         slots //= 2
-    if store.geometry.quantised is INT4:
-        return Tile(rows=_rows(8, group), slots=max(32, slots // 2), warps=2, stages=3)
     return Tile(rows=_rows(16, group), slots=slots, warps=4, stages=3)
+
+
+def _words_tile(rows: int, store: KVStore) -> Tile:
+    """For quantised pools, of which kernels take other shapes: what the registers of a thread just hold.
+
+    There is a warp for every 16 words of a row, as many as a product takes of values, and 32 slots for a warp.
+    """
+    geometry = store.geometry
+    warps = max(rows // 16, min(4, 1 << (-(-row_width(geometry) // 16) - 1).bit_length()))
+    slots = 32 * warps
+    if geometry.head_dim > 128:
+        slots = min(slots, 1024 // rows)
+    if geometry.dtype == torch.float32:  # whose products are no matrix units' work
+        warps, slots = 4, 32
+    return Tile(rows=rows, slots=slots, warps=warps, stages=3 if rows <= 16 else 2)
 
 
 def short_tile(group: int, store: KVStore, queries: int) -> Tile:
     """For runs of few queries: that of single queries, with so many more rows."""
     tile = decode_tile(group, store)
-    return replace(tile, rows=_rows(tile.rows, queries * group))
+    rows = _rows(tile.rows, queries * group)
+    return replace(tile, rows=rows) if store.geometry.quantised is None else _words_tile(rows, store)
 
 
 def short_run_sizes(group: int) -> list[int]:
@@ -227,17 +243,27 @@ def short_run_queries(group: int, longest: int) -> int:
     return next((size for size in short_run_sizes(group) if size >= longest), 0)
 
 
-def decode_residents(store: KVStore) -> int:
+def decode_residents(store: KVStore, tile: Tile) -> int:
     """Programs with such tiles that run at once."""
     geometry = store.geometry
-    if geometry.quantised is INT4:
-        return PROCESSORS * 6
+    if geometry.quantised is not None:
+        return PROCESSORS * RESIDENT_WARPS.get(tile.rows, 8) // tile.warps
     return PROCESSORS * (5 if geometry.head_dim * geometry.dtype.itemsize <= 128 else 3)
 
 
+def decode_waves(tile: Tile) -> int:
+    """Items of a full list, by what runs at once: small programs need fewer of them to end together."""
+    return 5 if tile.warps == 4 else 2
+
+
 def run_tile(group: int, store: KVStore, tokens: int) -> Tile:
-    """For several queries; large tiles for long prompts. Measured on an H200 for heads of 64 and of 128."""
+    """For several queries; large tiles for long prompts. Measured on an H200 for heads of 64 and of 128.
+
+    Those of quantised pools are counted, not measured.
+    """
     geometry = store.geometry
+    if geometry.quantised is not None:
+        return _words_tile(_rows(16 if geometry.dtype == torch.float32 else 32, group), store)
     rows, slots, warps, stages = 64, 64, 4, 3
     if geometry.head_dim > 128 or geometry.dtype == torch.float32:
         slots, stages = 32, 2
@@ -249,6 +275,8 @@ def run_tile(group: int, store: KVStore, tokens: int) -> Tile:
 def exact_tile(group: int, store: KVStore) -> Tile:
     """The one tile of exact numerics."""
     geometry = store.geometry
+    if geometry.quantised is not None:  # of two sets of sums, registers hold few rows
+        return replace(_words_tile(_rows(16, group), store), part=EXACT_PART)
     small = geometry.head_dim > 128 or geometry.dtype == torch.float32
     return Tile(
         rows=_rows(EXACT_ROWS, group), slots=32 if small else 64, warps=4, stages=2, part=EXACT_PART,
