@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.test_compression import CPU, PAGE, prompt_of, text
-from engine.test_lossless import small
+from engine.test_lossless import change_results, small
 from kvikk.attention import attention_backend
 from kvikk.compress import Rotary
 from kvikk.engine import Engine, EngineConfig, EngineLimits, Request, SamplingParams, SchedulerConfig
@@ -15,6 +15,7 @@ from kvikk.engine.compressor import PolicyCompressor
 from kvikk.engine.drafting import StepKind, StepTimes
 from kvikk.engine.rounds import DraftRounds
 from kvikk.engine.runner import ModelRunner
+from kvikk.engine.step import RowResult, StepPlan
 from kvikk.errors import ConfigError
 from kvikk.memory import KVStore, MemoryConfig, RestStore
 from kvikk.memory.sizing import HostUse
@@ -223,3 +224,26 @@ def test_memory_comes_back_when_rows_end_in_any_state(fast: LlamaModel) -> None:
 def test_options_that_cannot_be_honoured_are_refused(options: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         MemoryConfig(**options)
+
+
+def test_a_parted_row_whose_small_cache_can_say_nothing_goes_on_with_what_was_drafted(
+    fast: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _, _ = run(engine_on(fast), jobs(None))
+    silenced = 0
+
+    def silence(plan: StepPlan, results: list[RowResult]) -> list[RowResult]:
+        nonlocal silenced
+        for index, scheduled in enumerate(plan.rows):
+            row = scheduled.row.draft_of
+            if row is None or row.rest is None or row.drafting is None or not row.rest.is_parted:
+                continue
+            if len(row.drafting.tokens) == silenced % 3:
+                results[index] = RowResult([])
+                silenced += 1
+        return results
+
+    change_results(monkeypatch, silence)
+    found, _, _ = run(engine_on(fast, host_blocks=200), jobs(small(draft_tokens=None)))
+    assert silenced > 4
+    assert [text(request) for request in found] == [text(request) for request in plain]

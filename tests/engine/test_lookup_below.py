@@ -99,7 +99,7 @@ def test_texts_are_those_of_the_whole_cache(
     method = small(policy, 0.5, drafter="cache+ngram", draft_tokens=draft_tokens)
     found = run(engine_on(model), with_cache(jobs, method))
     assert texts(found) == texts(plain)
-    assert proposed["steps"] > 10
+    assert proposed["steps"] > (10 if draft_tokens else 0)
 
 
 def test_a_text_that_repeats_is_drafted_in_fewer_steps(model: LlamaModel, proposed: Counter[str]) -> None:

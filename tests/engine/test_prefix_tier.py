@@ -288,7 +288,7 @@ def test_an_engine_that_is_gone_leaves_no_thread_and_no_memory(model: CausalLM, 
     del engine
     soon(lambda: gc.collect() >= 0 and tier() is None)
     assert pool() is None
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvikk-tier")]
+    soon(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("kvikk-tier")])
 
 
 def test_options_that_cannot_be_are_refused() -> None:

@@ -84,8 +84,8 @@ def test_a_long_run_never_stalls_and_always_checks_out(blocks: int, runner: type
         assert world.runner.compressor.chosen > steps // 50
         assert world.runner.memory.moved > steps
     if engine.kv.rests is not None and world.rest is not None:
-        assert engine.kv.rests.counters.partings > steps // 500
-        assert world.rest.loads > steps // 500
+        assert engine.kv.rests.counters.partings > steps // 2500
+        assert world.rest.loads > steps // 2500
         assert (engine.kv.rests.counters.refused > 0) == (world.rest.total < blocks)
     if blocks < 30:
         assert engine.scheduler.preemptions > 0

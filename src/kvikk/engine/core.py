@@ -475,15 +475,15 @@ class Engine:
         if drafting.below is not None:
             drafting.below.note_step(len(scheduled.drafts), accepted)
         said = [token.token_id for token in result.tokens[: accepted + 1]]
-        is_over = not said
+        drafting.is_over = not said
         for token in said:
             cache.append(token)
             if cache.grammar is not None:
                 cache.grammar.advance(token)
-            is_over = token in cache.request.stop_ids
-            if is_over:
+            drafting.is_over = token in cache.request.stop_ids
+            if drafting.is_over:
                 break
-        if is_over:
+        if drafting.is_over:
             cache.settle()
             drafting.length = len(drafting.tokens)
         if not drafting.length:  # it would go on to say none

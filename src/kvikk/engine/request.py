@@ -158,6 +158,7 @@ class Drafting:
         record: what came of its drafts so far.
         length: tokens to draft in this round; 0: none has begun.
         base: tokens of the row when its last round began: those that its small cache has too.
+        is_over: whether the small cache has nothing more to say in this round: it came to an end token, or to no token.
     """
 
     record: RowDrafts
@@ -166,6 +167,7 @@ class Drafting:
     below: LookupBelow | None = None
     length: int = 0
     base: int = 0
+    is_over: bool = False
 
     @classmethod
     def of(cls, params: KVCacheParams | None, tokens: Sequence[int]) -> Drafting | None:
@@ -200,7 +202,7 @@ class Drafting:
         cache.settle()
         del cache.tokens[self.base :]
         cache.tokens += row.tokens[self.base :]
-        self.base, self.length = len(row.tokens), length
+        self.base, self.length, self.is_over = len(row.tokens), length, False
         cache.blocks = row.blocks[(cache.tail_start - row.tail_start) // page_size :]
         cache.segments = [Segment(self.base - 1, self.base)]
         cache.history = None if row.history is None else row.history.copy()

@@ -271,9 +271,7 @@ class DraftRounds:
     def _goes_on(self, row: Row, most: int) -> bool:
         """Whether a row that has drafted all that it wanted drafts another token while it waits."""
         state = _state(row)
-        if _params(row).draft_tokens is not None or len(state.tokens) >= most:
-            return False
-        if state.tokens[-1] in row.request.stop_ids:
+        if state.is_over or _params(row).draft_tokens is not None or len(state.tokens) >= most:
             return False
         return len(state.tokens) < tokens_until(HOPELESS, state.record.acceptance.probability, MAX_DRAFT_TOKENS)
 
