@@ -6,32 +6,13 @@ import pytest
 import torch
 
 from kvikk.errors import ConfigError
-from kvikk.geometry import KVGeometry
 from kvikk.memory import KVStore, RestStore
 from kvikk.types import BlockId
-
-BLOCKS = 9
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(params=DEVICES)
-def store(request: pytest.FixtureRequest) -> KVStore:
-    """A pool in which no two numbers are the same."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    geometry = KVGeometry(kv_heads=(2, 3), head_dim=64, page_size=16, dtype=torch.bfloat16)
-    store = KVStore(geometry, BLOCKS + 1, torch.device(request.param))
-    words = store.words.view(torch.int32)
-    words.copy_(torch.arange(words.numel(), dtype=torch.int32, device=store.device).view(words.shape))
-    return store
+from memory.pools import BLOCKS, content
 
 
 def rest_of(store: KVStore, blocks: int) -> RestStore:
     return RestStore(store, blocks * store.geometry.block_bytes + 1)
-
-
-def content(store: KVStore, block: int) -> bytes:
-    return store.words.view(torch.int32).view(BLOCKS + 1, -1)[block].cpu().numpy().tobytes()
 
 
 def ids(*blocks: int) -> list[BlockId]:

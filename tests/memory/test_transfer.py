@@ -6,32 +6,11 @@ import threading
 import time
 
 import pytest
-import torch
 
-from kvikk.geometry import KVGeometry
 from kvikk.memory import BlockTransfer, KVStore
 from kvikk.memory import transfer as module
 from kvikk.types import BlockId
-
-BLOCKS = 9
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(params=DEVICES)
-def store(request: pytest.FixtureRequest) -> KVStore:
-    """A pool in which no two numbers are the same."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    geometry = KVGeometry(kv_heads=(2, 3), head_dim=64, page_size=16, dtype=torch.float32)
-    store = KVStore(geometry, BLOCKS + 1, torch.device(request.param))
-    store.words[geometry.frames_per_block :] = torch.arange(
-        BLOCKS * geometry.block_bytes // 4, dtype=torch.int32, device=store.device
-    ).view(-1, store.words.shape[1])
-    return store
-
-
-def content(store: KVStore, block: int) -> bytes:
-    return store.words.view(BLOCKS + 1, -1)[block].cpu().numpy().tobytes()
+from memory.pools import BLOCKS, content
 
 
 def test_what_leaves_is_what_the_block_held_when_it_was_asked_for(store: KVStore) -> None:

@@ -4,7 +4,7 @@ Rows with small caches draft together, and are then verified together: in the st
 part drafts a token, and the step after them computes all drafts over the whole caches. Rows that have drafted what they
 are to wait for the others, so that the whole KV is read once a round, in one step, and the small caches alone in the
 others. Rows that look their drafts up have them at once, and are verified in every step, as plain rows are computed in
-each.
+each. Rows whose whole KV is on the host draft until it has come back, and are verified then, whatever others do.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class DraftRounds:
             self._kv.rests.want(row)
 
     def _wanted(self, row: Row) -> int:
-        """How many tokens a row drafts before it queues to be whole: until the next is likelier wrong than right."""
+        """How many tokens a row drafts before it queues to be whole: until a miss among them is as likely as not."""
         asked = _params(row).draft_tokens
         if asked is not None:
             return asked

@@ -337,10 +337,10 @@ class Scheduler:
         cached = sum(self._pool.references(block) == 0 for block in found)
         needed += cached + self._reserved(row)
         rests = self._kv.rests
-        staging = 0 if rests is None else rests.staging
-        if needed + staging <= self._kv.obtainable or (rests is not None and rests.part_for(needed, self._pays)):
+        in_all = needed + self._staging
+        if in_all <= self._kv.obtainable or (rests is not None and rests.part_for(needed, self._pays)):
             return True
-        self._short_of = needed + staging
+        self._short_of = in_all
         return False
 
     def _pays(self, parting: Sequence[Row]) -> bool:
@@ -378,8 +378,7 @@ class Scheduler:
     def _resume(self, row: Row) -> bool:
         """Give a compressed row its memory back; False when there is no room."""
         needed = self._kv.blocks_to_resume(row)
-        staging = 0 if self._kv.rests is None else self._kv.rests.staging
-        needed += self._reserved(row) + staging
+        needed += self._reserved(row) + self._staging
         if needed > self._kv.obtainable:
             self._short_of = needed
             return False
@@ -387,6 +386,11 @@ class Scheduler:
         self._kv.resume(row)
         self._seat(row)
         return True
+
+    @property
+    def _staging(self) -> int:
+        """Blocks to leave free when a row is admitted, for parted ones to be whole again."""
+        return 0 if self._kv.rests is None else self._kv.rests.staging
 
     def _reserved(self, row: Row) -> int:
         """Blocks to leave free when a row is admitted: each running one may need another soon."""
