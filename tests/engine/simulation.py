@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -321,6 +321,10 @@ class ShadowRunner:
         """The row's tokens, as what computes them knows them."""
         return row.tokens
 
+    def tried(self, scheduled: ScheduledRow) -> Sequence[int]:
+        """The row's drafts, as what computes them knows them."""
+        return scheduled.drafts
+
     def is_spoilt(self, row: Row) -> bool:
         """Whether all that the row reads and writes is garbage, as the host is about to learn."""
         return False
@@ -331,7 +335,7 @@ class ShadowRunner:
         self.largest_step = max(self.largest_step, plan.tokens)
         is_draft = all(scheduled.row.draft_of is not None for scheduled in plan.rows)
         self.clock.now += DRAFT_STEP_S if is_draft else STEP_S
-        tokens = [[*self.known_tokens(s.row), *s.drafts] for s in plan.rows]
+        tokens = [[*self.known_tokens(s.row), *self.tried(s)] for s in plan.rows]
         assert not any(UNKNOWN in own for own in tokens), "a token is computed that nobody knows"
         hashes = [prefix_hashes(own) for own in tokens]
         written: set[tuple[int, int]] = set()
@@ -419,13 +423,13 @@ def token_count(plan: StepPlan) -> int:
 def host_has_a_say(scheduled: ScheduledRow) -> bool:
     """Whether a row's next token, or what is told of it, depends on what the host knows or decides."""
     row, params = scheduled.row, scheduled.row.request.params
-    if scheduled.scores or scheduled.is_watched or scheduled.drafts:
+    if scheduled.scores or scheduled.is_watched:
         return True
     if not scheduled.samples:
         return False
     generated = len(row.tokens) - len(row.request.prompt_token_ids)
     return (
-        scheduled.samples > 1
+        (scheduled.samples > 1 and not scheduled.drafts)
         or params.has_penalties
         or row.grammar is not None
         or bool(params.logit_bias)
@@ -491,7 +495,10 @@ class AheadShadowRunner(ShadowRunner):
         self.spoilt: dict[Row, Spoilt] = {}
         self.launched = 0
         self.launched_over_another = 0
+        self.verified_ahead = 0
+        """Rows whose drafts were tried before the host knew them."""
         self._left: dict[Row, LeftToken] = {}
+        self._said: dict[Row, dict[int, int]] = {}
 
     def launch(self, plan: StepPlan) -> ShadowStep | None:
         """See `engine.step.AheadRunner`."""
@@ -506,6 +513,20 @@ class AheadShadowRunner(ShadowRunner):
             return row.tokens
         assert row.tokens[-1] in (UNKNOWN, left.token)
         return [*row.tokens[:-1], left.token]
+
+    def tried(self, scheduled: ScheduledRow) -> Sequence[int]:
+        """Drafts are where the small cache left them; any token will do where it is gone, or said none."""
+        if UNKNOWN not in scheduled.drafts:
+            return scheduled.drafts
+        drafting = scheduled.row.drafting
+        assert drafting is not None
+        self.verified_ahead += 1
+        said = self._said.get(drafting.cache, {}) if drafting.cache else {}
+        first = len(scheduled.row.tokens)
+        return [
+            said.get(position, 0) if draft == UNKNOWN else draft
+            for position, draft in enumerate(scheduled.drafts, first)
+        ]
 
     def is_spoilt(self, row: Row) -> bool:
         return row in self.spoilt and self.spoilt[row].blocks is row.blocks
@@ -523,13 +544,16 @@ class AheadShadowRunner(ShadowRunner):
         for scheduled, result in zip(plan.rows, found, strict=True):
             row = scheduled.row
             self._left.pop(row, None)
-            if scheduled.samples and not host_has_a_say(scheduled):
+            if scheduled.samples and not scheduled.drafts and not host_has_a_say(scheduled):
                 token = result.tokens[0].token_id if result.tokens else 0
                 self._left[row] = LeftToken(row.blocks, len(row.tokens), token)
+                self._said.setdefault(row, {})[len(row.tokens)] = token
         return found
 
     def _launch(self, plan: StepPlan) -> ShadowStep:
         assert len(self.unread) <= 1, "there is room for the tokens of two steps"
+        is_awaited = any(scheduled.drafts for step in self.unread for scheduled in step.plan.rows)
+        assert not is_awaited, "nothing is planned before it is known which drafts were right"
         found = self.compute(plan)
         fails, self.fail_results_next = self.fail_results_next, False
         for scheduled in plan.rows if fails else ():
@@ -539,7 +563,7 @@ class AheadShadowRunner(ShadowRunner):
         self.launched_over_another += bool(self.unread)
         self.unread.append(step)
         for row in [row for row in self._left if row.finish_reason]:
-            del self._left[row]
+            del self._left[row], self._said[row]
         return step
 
 
@@ -652,7 +676,8 @@ class World:
 
     def _check_rows(self, requests: list[Request]) -> None:
         """What the host does not know is on its way, and of nothing that it does not know is there a key."""
-        flying = [scheduled.row for step in self.engine._in_flight for scheduled in step.plan.rows if scheduled.samples]
+        planned = [scheduled for step in self.engine._in_flight for scheduled in step.plan.rows]
+        flying = [scheduled.row for scheduled in planned if scheduled.samples and not scheduled.drafts]
         for request in requests:
             caches = [row.drafting.cache for row in request.rows if row.drafting and row.drafting.cache]
             in_bodies = sum(row.body_blocks for row in [*request.rows, *caches])

@@ -361,3 +361,44 @@ def test_a_step_that_was_not_begun_because_reading_the_one_before_was_interrupte
     assert (row.is_running, row.pending) == (False, 1)
     world.drain()
     assert world.ends[request.id, 0] is FinishReason.LENGTH
+
+
+# Drafts
+
+
+def drafting_world(wrong_drafts: float = 0.0) -> tuple[World, AheadShadowRunner]:
+    runner = AheadShadowRunner(wrong_drafts)
+    return World(60, runner=runner, budget=40), runner
+
+
+LOSSLESS = {"policy": "streaming", "budget": 0.5, "lossless": True, "draft_tokens": 3, "sinks": 1, "window": 4}
+
+
+@pytest.mark.parametrize("wrong_drafts", [0.0, 0.5])
+def test_drafts_are_verified_before_the_host_knows_them_and_the_text_is_the_same(wrong_drafts: float) -> None:
+    world, runner = drafting_world(wrong_drafts)
+    for family in range(3):
+        world.add(prompt_of(24, family), max_tokens=20, ignore_eos=True, kv_cache=LOSSLESS)
+    world.drain()  # which compares every text
+    assert runner.verified_ahead >= 9
+    assert world.engine.scheduler.rounds.counters.rounds >= 9
+
+
+def test_the_host_reads_a_step_that_tried_drafts_before_it_plans_another_one() -> None:
+    world, runner = drafting_world()
+    request = world.add(prompt_of(24), max_tokens=20, ignore_eos=True, kv_cache=LOSSLESS)
+    step_until(world, lambda: any(scheduled.drafts for step in runner.unread for scheduled in step.plan.rows))
+    known = len(request.rows[0].generated)
+    outputs = world.step()
+    assert len(outputs) == len(request.rows[0].generated) - known == 4
+    assert len(runner.unread) == 1  # and another one has been started before they are told
+
+
+def test_a_request_that_is_given_up_while_its_drafts_are_verified_leaves_nothing_behind() -> None:
+    world, runner = drafting_world()
+    request = world.add(prompt_of(24), max_tokens=20, ignore_eos=True, kv_cache=LOSSLESS)
+    step_until(world, lambda: any(scheduled.drafts for step in runner.unread for scheduled in step.plan.rows))
+    world.abort(request.id)
+    world.step()
+    assert not world.engine.has_work
+    assert world.engine.pool.held == 0

@@ -49,10 +49,17 @@ class EngineOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A step that was started and not read yet."""
+    """A step that was started and not read yet.
+
+    Args:
+        plan: what was asked for.
+        step: on its way.
+        is_awaited: whether nothing is planned before it has been read: how many tokens its rows gain is not known.
+    """
 
     plan: StepPlan
     step: PendingStep
+    is_awaited: bool
 
 
 class Engine:
@@ -124,6 +131,7 @@ class Engine:
         self._eos = frozenset(token for token in limits.eos_token_ids if token < limits.vocabulary)
         self._requests: dict[str, Request] = {}
         self._ahead = runner if isinstance(runner, AheadRunner) else None
+        self.scheduler.rounds.verifies_ahead = self._ahead is not None
         self._in_flight: deque[_InFlight] = deque()
         self._outputs: list[EngineOutput] = []
         """Not handed out yet: kept here, so that an interrupt in the midst of a step loses none."""
@@ -229,9 +237,10 @@ class Engine:
         """Compute one batch. Returns the new tokens and ends, in the order of the batch.
 
         Where the runner can, a step is started before the one before it has been read: what is returned is then that
-        one's, and the host works while the device does.
+        one's, and the host works while the device does. What a step gives that tried drafts is returned by the next
+        call, after that has started another one.
         """
-        self._collect(down_to=1)
+        self._collect_before_planning()
         if self.scheduler.due:
             self._compact()
             self._busy_since = None
@@ -267,15 +276,15 @@ class Engine:
             self._collect()
             self._execute(plan)
             return
-        self._in_flight.append(_InFlight(plan, started))
+        self._in_flight.append(_InFlight(plan, started, any(scheduled.drafts for scheduled in plan.rows)))
         for scheduled in plan.rows:
-            if scheduled.samples:
+            if scheduled.samples and not scheduled.drafts:
                 self._expect(scheduled.row)
 
     def _execute(self, plan: StepPlan) -> None:
         """Compute a step and read it."""
-        rows = [scheduled for scheduled in plan.rows if scheduled.row.finish_reason is None]
-        if len(rows) < len(plan.rows):  # some ended when the step before was read
+        rows = [scheduled.known() for scheduled in plan.rows if scheduled.row.finish_reason is None]
+        if rows != plan.rows:  # some ended when the step before was read, or drafted less than they were to
             plan = replace(plan, rows=rows, tokens=sum(run.length for scheduled in rows for run in scheduled.runs))
         if not rows:
             return
@@ -285,6 +294,10 @@ class Engine:
             self._fail_step(plan, error)
         else:
             self._take(plan, computed)
+
+    def _collect_before_planning(self) -> None:
+        """Leave one step in flight, if its rows can go on without its results."""
+        self._collect(down_to=0 if self._in_flight and self._in_flight[-1].is_awaited else 1)
 
     def _collect(self, *, down_to: int = 0) -> None:
         """Read the steps in flight, the oldest first, until so many are left."""
@@ -308,7 +321,7 @@ class Engine:
             self.tier.speed.note_computed(plan)
         both = zip(plan.rows, computed, strict=True)
         results = [
-            (scheduled, result, agreeing(scheduled.drafts, result.tokens) if scheduled.drafts else ())
+            (scheduled, result, agreeing(scheduled.known_drafts, result.tokens) if scheduled.drafts else ())
             for scheduled, result in both
             if scheduled.row.finish_reason is None
         ]
@@ -330,7 +343,7 @@ class Engine:
         """Steps run one after another: one takes from the end of the last, or from its own start, to its end."""
         now, since = self._clock(), self._busy_since
         self._busy_since = now
-        if since is not None and plan.has_lossless:
+        if since is not None and plan.has_lossless and not plan.is_cold:
             self.scheduler.rounds.note_step(plan, now - since)
 
     def _compact(self) -> None:
@@ -497,7 +510,7 @@ class Engine:
         row.drafting.length = 0
         if not result.tokens:
             return self._fail(row, self._why_no_token(row))
-        drafted = len(scheduled.drafts)
+        drafted = len(scheduled.known_drafts)
         row.drafting.record.note_round(drafted, accepted)
         known = row.known
         outputs = self._append_all(row, result.tokens[: accepted + 1])

@@ -86,6 +86,8 @@ class DraftRounds:
 
     def __init__(self, kv: KVMemory, max_model_len: int) -> None:
         self.times = StepTimes()
+        self.verifies_ahead = False
+        """Whether a step can be started that verifies drafts which are still being computed."""
         self.counters = DraftCounters()
         self.fallbacks: Counter[Fallback] = Counter()
         """How often a row began to decode plainly, and why."""
@@ -223,10 +225,14 @@ class DraftRounds:
                 plan.add(cache, 1)
 
     def _verify(self, begun: Sequence[Row], fresh: Sequence[Row], plan: StepPlan, step_tokens: int) -> None:
-        """End a round once all drafts are known, as many as the step has room for; other rows decode plainly in it."""
+        """End a round: verify as many drafts as the step has room for; other rows decode plainly in it.
+
+        Where the host has a say in a row's tokens it must know all drafts before.
+        """
         drafts = [_state(row).tokens for row in begun]
-        if any(UNKNOWN in drafted for drafted in drafts):
-            return
+        for row, drafted in zip(begun, drafts, strict=True):
+            if UNKNOWN in drafted and not (self.verifies_ahead and row.request.is_plain):
+                return
         for row in self._ready(fresh, plan):
             self._add(row, [], plan)
         spare = max(0, step_tokens - plan.tokens - len(begun))  # each computes its last token in any case

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvikk.attention.plan import QueryRun
 from kvikk.engine.logprobs import Logprob
-from kvikk.engine.request import NONE_SCORED, Row
+from kvikk.engine.request import NONE_SCORED, UNKNOWN, Row
 from kvikk.engine.sampler import SampledToken
 from kvikk.types import Position
 
@@ -23,7 +23,7 @@ class ScheduledRow(NamedTuple):
         scores: positions of the prompt among them of which the log-probability of the next token is wanted.
         front: the row's first position that is not computed after them.
         drafts: tokens that are tried behind the row's own: the last run ends with them, and a token is sampled after
-            each of its queries.
+            each of its queries. The last ones may be `UNKNOWN`: its small cache is still computing them.
     """
 
     row: Row
@@ -37,6 +37,26 @@ class ScheduledRow(NamedTuple):
         """What a run computes."""
         tokens = self.row.tokens[run.start : run.stop]
         return [*tokens, *self.drafts] if self.drafts else tokens
+
+    @property
+    def known_drafts(self) -> Sequence[int]:
+        """The drafts, now that all steps before this one have been read.
+
+        These are fewer than were to be tried where the small cache came to an end token, or to no token.
+        """
+        if not self.drafts or self.drafts[-1] != UNKNOWN:
+            return self.drafts
+        assert self.row.drafting is not None
+        return self.row.drafting.tokens[: len(self.drafts)]
+
+    def known(self) -> ScheduledRow:
+        """The same with `known_drafts`."""
+        drafts = self.known_drafts
+        if drafts is self.drafts:
+            return self
+        (run,) = self.runs
+        length = 1 + len(drafts)
+        return self._replace(runs=[run._replace(length=length)], samples=length, drafts=drafts)
 
     @property
     def is_watched(self) -> bool:
@@ -54,6 +74,8 @@ class StepPlan:
     preempted: int = 0
     has_lossless: bool = False
     """Whether some of the rows decode losslessly, or are their small caches."""
+    is_cold: bool = False
+    """Whether the runner made something for the step that later ones find made: what it took tells nothing of them."""
 
     def add(self, row: Row, budget: int) -> None:
         """Let a row compute up to `budget` tokens; it samples when nothing is missing then."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from kvikk.attention.gpu.attend import Bias, Partials, Tile, attend_items, row_w
 from kvikk.attention.gpu.merge import merge_items
 from kvikk.attention.gpu.planner import Chunking, WorkList, plan_items
 from kvikk.attention.gpu.rows import DecodeRows, RunRows
+from kvikk.geometry import INT4, KVGeometry
 from kvikk.memory.storage import KVStore
 from kvikk.types import Numerics
 
@@ -23,6 +25,15 @@ LONG_RUNS = 256
 """Tokens of a step from which on larger tiles pay."""
 RESIDENT_WARPS = {8: 16, 16: 12, 32: 8}
 """On a processor, by rows of a tile over a quantised pool: what its registers leave room for, at the least."""
+WORDS_TILES: Final[dict[tuple[bool, int], dict[str, int]]] = {
+    (False, 64): {"warps": 2, "slots": 128, "stages": 3},
+    (False, 128): {"warps": 2, "slots": 64, "stages": 3},
+    (True, 64): {"warps": 1, "slots": 64, "stages": 5},
+    (True, 128): {"warps": 2, "slots": 64, "stages": 5},
+}
+"""The fastest tiles of 8 rows for single queries on an H200, by whether it is int4, and by the width of heads."""
+RESIDENT_RUNS: Final = {(True, 16): 4, (True, 32): 3, (False, 32): 2}
+"""Programs for short runs on a processor, by whether heads are narrow (128 bytes), and by the rows of a tile."""
 PROCESSORS = 132
 """Of an H200, for which the numbers of programs at once were measured; on other devices they are a guess."""
 
@@ -189,7 +200,7 @@ class WorkListRuns(WorkListAttention):
         chunking = Chunking(
             tile_queries=tile.queries(group),
             tile_slots=tile.slots,
-            residents=decode_residents(store, tile) if is_short else 2 * PROCESSORS,
+            residents=short_residents(store, tile) if is_short else 2 * PROCESSORS,
             waves=decode_waves(tile) if is_short else 2,
             part=tile.part,
         )
@@ -204,7 +215,9 @@ def decode_tile(group: int, store: KVStore) -> Tile:
     """For single queries: as few rows as the matrix units take, as many slots as fit on chip three times."""
     geometry = store.geometry
     if geometry.quantised is not None:
-        return _words_tile(_rows(8, group), store)
+        tile = _words_tile(_rows(8, group), store)
+        fastest = WORDS_TILES.get((geometry.quantised is INT4, geometry.head_dim), {})
+        return replace(tile, **fastest) if tile.rows == 8 else tile
     slots = 128 * 2 // geometry.dtype.itemsize
     if geometry.head_dim > 128:
         slots //= 2
@@ -248,12 +261,27 @@ def decode_residents(store: KVStore, tile: Tile) -> int:
     geometry = store.geometry
     if geometry.quantised is not None:
         return PROCESSORS * RESIDENT_WARPS.get(tile.rows, 8) // tile.warps
-    return PROCESSORS * (5 if geometry.head_dim * geometry.dtype.itemsize <= 128 else 3)
+    return PROCESSORS * (5 if _is_narrow(geometry) else 3)
+
+
+def short_residents(store: KVStore, tile: Tile) -> int:
+    """The same for short runs, whose programs have two loops."""
+    geometry = store.geometry
+    if geometry.quantised is not None:
+        return decode_residents(store, tile)
+    return PROCESSORS * RESIDENT_RUNS.get((_is_narrow(geometry), tile.rows), 3)
+
+
+def _is_narrow(geometry: KVGeometry) -> bool:
+    return geometry.head_dim * geometry.dtype.itemsize <= 128
 
 
 def decode_waves(tile: Tile) -> int:
-    """Items of a full list, by what runs at once: small programs need fewer of them to end together."""
-    return 5 if tile.warps == 4 else 2
+    """Items of a full list, by what runs at once: small programs need fewer of them to end together.
+
+    Parts of many rows take long to write and to join.
+    """
+    return 5 if tile.rows == 8 or (tile.warps == 4 and tile.rows == 16) else 2
 
 
 def run_tile(group: int, store: KVStore, tokens: int) -> Tile:

@@ -73,6 +73,8 @@ class StepProgram:
 
     def __init__(self, machine: Machine, shape: StepShape) -> None:
         self.shape = shape
+        self.is_new = True
+        """Whether no step has used it yet: the first one may wait for what it is compiled to."""
         self._machine = machine
         store, state, spec = machine.store, machine.state, machine.model.spec
         self.inputs = StepInputs(shape, store.device)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from kvikk.engine.gpu.descriptor import (
     FROM_DEVICE,
     IS_ROW,
     IS_STORED,
+    OUTPUT,
     RUN,
     SINGLE,
     DescriptorBuffer,
@@ -26,8 +28,9 @@ from kvikk.engine.gpu.descriptor import (
 )
 from kvikk.engine.gpu.program import Machine, StepProgram, Workspace
 from kvikk.engine.gpu.seats import Mirror, SeatMap, seat_command
-from kvikk.engine.gpu.state import SeatState
+from kvikk.engine.gpu.state import SeatState, said_by
 from kvikk.engine.queries import WatchedQueries
+from kvikk.engine.request import UNKNOWN
 from kvikk.engine.runner import ModelRunner, is_led, sampling_tasks, usable_tokens
 from kvikk.engine.sampler import SampledToken, leads, sample
 from kvikk.engine.step import RowResult, ScheduledRow, StepPlan
@@ -43,6 +46,8 @@ KEPT_SHAPES: Final = 12
 """Shapes of uncaptured steps whose buffers are kept."""
 GRAPH_TOKENS: Final = (64, 128, 256, 512)
 """Tokens of prompts of the steps that are captured; longer ones keep the GPU busy while they are launched."""
+VERIFICATION_TOKENS: Final = (*GRAPH_TOKENS, 1024, 2048)
+"""Tokens of the steps that are captured of those that verify drafts: the host has more to do before and after them."""
 
 NO_TOKEN: Final = RowResult([])
 
@@ -148,8 +153,9 @@ class GpuRunner:
             shapes += [
                 _verification_shape(singles, tokens, short)
                 for singles in self._sizes_beside_prompts
-                for tokens in GRAPH_TOKENS
+                for tokens in VERIFICATION_TOKENS
                 for short in short_run_sizes(self._group)
+                if tokens <= max(GRAPH_TOKENS[0], _power_of_two(short * self._max_rows))
             ]
         return sorted(shapes, key=lambda shape: (shape.runs > 0, shape.all_tokens), reverse=True)
 
@@ -158,7 +164,7 @@ class GpuRunner:
         if not self._captures:
             return
         for shape in tqdm(self.graph_shapes(), desc="capturing graphs", disable=not progress, leave=False):
-            self._capture(shape)
+            self._capture(shape).is_new = False
 
     def _capture(self, shape: StepShape) -> StepProgram:
         self._descriptor.send(StepContent(), shape)
@@ -179,24 +185,26 @@ class GpuRunner:
     def launch(self, plan: StepPlan) -> StartedStep | None:
         """See `engine.step.AheadRunner`."""
         for scheduled in plan.rows:
-            if scheduled.drafts or self._needs_plain(scheduled) or (scheduled.samples and not is_plain(scheduled)):
+            if self._needs_plain(scheduled) or (scheduled.samples and not is_plain(scheduled)):
                 return None
         return self._start(plan)
 
     def _start(self, plan: StepPlan) -> StartedStep:
         try:
-            content, sampled, shaped = self._describe(plan)
-            program = self._program(content, len(sampled))
+            content, wanted = self._describe(plan)
+            outputs = len(content.outputs) // OUTPUT
+            program = self._program(content, outputs)
+            plan.is_cold, program.is_new = program.is_new, False
             self._send(content, program.shape)
             program.launch()
             turn = self._turn ^ 1
-            tokens = self._tokens[turn][: len(sampled)]
-            tokens.copy_(program.result[: len(sampled)], non_blocking=True)
+            tokens = self._tokens[turn][:outputs]
+            tokens.copy_(program.result[:outputs], non_blocking=True)
             found_leads = None
             if plan.has_lossless and self._machine.numerics == "fast" and any(row.drafts for row in plan.rows):
                 assert program.logits is not None
-                found_leads = self._leads[turn][: len(sampled)]
-                found_leads.copy_(leads(program.logits[: len(sampled)]), non_blocking=True)
+                found_leads = self._leads[turn][:outputs]
+                found_leads.copy_(leads(program.logits[:outputs]), non_blocking=True)
             done = self._done[turn]
             if done is not None:
                 done.record()
@@ -204,14 +212,14 @@ class GpuRunner:
             self._seats.forget(scheduled.row for scheduled in plan.rows)
             raise
         self._turn = turn
-        return StartedStep(plan, program, sampled, shaped, tokens, done, found_leads)
+        return StartedStep(plan, program, wanted, tokens, done, found_leads)
 
-    def _describe(self, plan: StepPlan) -> tuple[StepContent, list[int], list[int]]:
-        """The step in numbers, which rows of the plan its outputs are for, and which outputs the host has to sample."""
+    def _describe(self, plan: StepPlan) -> tuple[StepContent, list[RowOutputs]]:
+        """The step in numbers, and what its outputs are."""
         content = StepContent()
         singles, commands, writes = content.singles, content.commands, content.writes
-        of_singles: list[tuple[int, Mirror, int]] = []
-        of_runs: list[tuple[int, Mirror, int]] = []
+        of_singles: list[tuple[int, Mirror, int, int]] = []
+        of_runs: list[tuple[int, Mirror, int, int]] = []
         for index, (row, runs, samples, _, _, drafts) in enumerate(plan.rows):
             mirror = self._seats.mirror(row, commands)
             self._seats.write_table(mirror, writes)
@@ -224,7 +232,7 @@ class GpuRunner:
                 if mirror.position == run.start:
                     flags |= FROM_DEVICE
                 if samples:
-                    of_singles.append((index, mirror, len(singles) // SINGLE))
+                    of_singles.append((index, mirror, len(singles) // SINGLE, 1))
                 singles += (mirror.seat, flags, row.tokens[run.start], run.start)
             else:
                 for run in runs:
@@ -232,25 +240,39 @@ class GpuRunner:
                     content.runs += (mirror.seat, run.start, run.length, offset if run.write else -1 - offset)
                     content.longest_run = max(content.longest_run, run.length)
                     content.tokens += plan.rows[index].token_ids(run)
+                if drafts and drafts[-1] == UNKNOWN:
+                    self._name_drafts(plan.rows[index], content)
                 if drafts:
-                    end = len(content.tokens)
-                    of_runs += [(index, mirror, token) for token in range(end - samples, end)]
+                    of_runs.append((index, mirror, len(content.tokens) - samples, samples))
                 else:
                     content.only_verifies = False
                     if samples:
-                        of_runs.append((index, mirror, len(content.tokens) - 1))
+                        of_runs.append((index, mirror, len(content.tokens) - 1, 1))
         before_runs = self._singles_size(content) if of_runs else 0
-        of_singles += [(index, mirror, before_runs + token) for index, mirror, token in of_runs]
-        shaped = []
-        for place, (index, mirror, token) in enumerate(of_singles):
-            content.outputs += (token, mirror.seat)
+        of_singles += [(index, mirror, before_runs + token, count) for index, mirror, token, count in of_runs]
+        wanted = []
+        for index, mirror, first, count in of_singles:
+            for token in range(first, first + count):
+                content.outputs += (token, mirror.seat)
             scheduled = plan.rows[index]
             has_known_end = is_plain(scheduled)
-            if not has_known_end:
-                shaped.append(place)
+            wanted.append(RowOutputs(index, count, not has_known_end))
             # Where drafts were tried the host will say which of the tokens the row goes on from.
             mirror.position = len(mirror.row.tokens) if has_known_end and not scheduled.drafts else -1
-        return content, [index for index, _, _ in of_singles], shaped
+        return content, wanted
+
+    def _name_drafts(self, scheduled: ScheduledRow, content: StepContent) -> None:
+        """The row's tokens are the last ones: those that are still being drafted are where its small cache leaves them.
+
+        Where it was given up since, any token will do: the host tries none of them.
+        """
+        drafting, (run,), tokens = scheduled.row.drafting, scheduled.runs, content.tokens
+        assert drafting is not None
+        seat = None if drafting.cache is None else self._seats.mirror(drafting.cache, content.commands).seat
+        for position in range(run.start, run.stop):
+            at = len(tokens) - (run.stop - position)
+            if tokens[at] == UNKNOWN:
+                tokens[at] = 0 if seat is None else said_by(seat, position)
 
     def _tell_body(self, mirror: Mirror, content: StepContent) -> None:
         """Lay a row's body down on the device, where that has none of it or an older one."""
@@ -327,12 +349,12 @@ class GpuRunner:
         watches = content.watched or (content.ragged and self._machine.watch_window > 0)
         if content.tokens and content.only_verifies:
             short = short_run_queries(self._group, content.longest_run)
-            shape = _verification_shape(singles, shape.tokens, short, len(content.runs) // RUN) if short else shape
+            shape = _verification_shape(singles, shape.tokens, short, len(content.runs) // RUN)
         shape = replace(shape, ragged=content.ragged, watched=watches)
         if shape in self._captured:
             return self._captured[shape]
         is_like_a_captured_one = replace(shape, ragged=False, watched=False) in self._captured
-        is_like_a_captured_one |= 0 < shape.tokens <= GRAPH_TOKENS[-1] and shape.short_runs > 0
+        is_like_a_captured_one |= content.only_verifies and 0 < shape.tokens <= VERIFICATION_TOKENS[-1]
         if self._captures and is_like_a_captured_one:
             log.info("capturing a graph for compressed rows or for verifying drafts: %s", shape)
             return self._capture(shape)
@@ -352,6 +374,20 @@ class GpuRunner:
         self.copies += 1
 
 
+class RowOutputs(NamedTuple):
+    """Outputs of a step, one behind the other, that are one row's.
+
+    Args:
+        row: its place in the plan.
+        number: of them.
+        is_shaped: whether the host samples them.
+    """
+
+    row: int
+    number: int
+    is_shaped: bool
+
+
 @dataclass(frozen=True, slots=True)
 class StartedStep:
     """A step on its way.
@@ -359,8 +395,7 @@ class StartedStep:
     Args:
         plan: what was asked for.
         program: what computes it.
-        sampled: for each output, which row of the plan it is for.
-        shaped: the outputs that the host samples.
+        outputs: whose they are, in their order.
         tokens: `[outputs]` int32 on the host, filled when `done`; -1: there can be no token.
         done: None where everything is done at once.
         leads: `[outputs]` fp32 on the host, filled when `done`, see `RowResult`; None: no drafts were tried.
@@ -368,8 +403,7 @@ class StartedStep:
 
     plan: StepPlan
     program: StepProgram
-    sampled: list[int]
-    shaped: list[int]
+    outputs: list[RowOutputs]
     tokens: Tensor
     done: torch.cuda.Event | None
     leads: Tensor | None = None
@@ -380,45 +414,41 @@ class StartedStep:
             self.done.synchronize()
         rows = self.plan.rows
         results = [NO_TOKEN] * len(rows)
-        verified: dict[int, list[SampledToken | None]] = {}
-        for index, token in zip(self.sampled, self.tokens.tolist(), strict=True):
-            found = SampledToken(token) if token >= 0 else None
-            if rows[index].drafts:
-                verified.setdefault(index, []).append(found)
-            elif found is not None:
-                results[index] = RowResult([found])
-        leads_of = self._leads_of_rows()
-        for index, drawn in verified.items():
-            results[index] = RowResult(usable_tokens(rows[index], drawn), leads=leads_of.get(index, ()))
-        if self.shaped:
+        drawn = self.tokens.tolist()
+        found_leads = [] if self.leads is None else self.leads.tolist()
+        at = 0
+        for index, count, _ in self.outputs:
+            tokens = drawn[at : at + count]
+            if min(tokens) >= 0:
+                usable = [SampledToken(token) for token in tokens]
+            else:
+                usable = usable_tokens(rows[index], [SampledToken(token) if token >= 0 else None for token in tokens])
+            of_row: Sequence[float] = ()
+            if found_leads and rows[index].drafts and is_led(rows[index]):
+                of_row = found_leads[at : at + count]
+            results[index] = RowResult(usable, leads=of_row)
+            at += count
+        if any(is_shaped for _, _, is_shaped in self.outputs):
             self._sample_on_host(results)
         return results
-
-    def _leads_of_rows(self) -> dict[int, list[float]]:
-        """See `RowResult.leads`, by the place of the row."""
-        found: dict[int, list[float]] = {}
-        if self.leads is not None:
-            for index, lead in zip(self.sampled, self.leads.tolist(), strict=True):
-                if self.plan.rows[index].drafts and is_led(self.plan.rows[index]):
-                    found.setdefault(index, []).append(lead)
-        return found
 
     @torch.inference_mode()
     def _sample_on_host(self, results: list[RowResult]) -> None:
         """Sample what the device cannot: grammars, penalties, biases, log-probabilities, texts that fork."""
         assert self.program.logits is not None
-        places: dict[int, list[int]] = {}
-        for place in self.shaped:
-            places.setdefault(self.sampled[place], []).append(place)
         rows = self.plan.rows
-        tasks = [task for index in places for task in sampling_tasks(rows[index])]
-        of_tasks = [  # the texts of a prompt that forks share a place, drafts have one each
-            place
-            for index, own in places.items()
-            for place in (own if rows[index].drafts else own * rows[index].samples)
-        ]
-        drawn = iter(sample(self.program.logits[of_tasks], tasks))
-        for index in places:
+        shaped: list[int] = []
+        places: list[int] = []
+        at = 0
+        for index, count, is_shaped in self.outputs:
+            if is_shaped:
+                shaped.append(index)
+                own = range(at, at + count)  # the texts of a prompt that forks share a place, drafts have one each
+                places += own if rows[index].drafts else [*own] * rows[index].samples
+            at += count
+        tasks = [task for index in shaped for task in sampling_tasks(rows[index])]
+        drawn = iter(sample(self.program.logits[places], tasks))
+        for index in shaped:
             results[index] = RowResult(usable_tokens(rows[index], [next(drawn) for _ in range(rows[index].samples)]))
 
 
@@ -439,9 +469,7 @@ def size_verifications(tokens: int) -> int:
 def _verification_shape(singles: int, tokens: int, short: int, runs: int = 0) -> StepShape:
     """Of a step whose runs all verify drafts: a token is sampled after each query."""
     runs = max(size_verifications(tokens), _power_of_two(runs))
-    return StepShape(
-        singles=singles, runs=runs, tokens=tokens, outputs=_power_of_two(singles + tokens), short_runs=short
-    )
+    return StepShape(singles=singles, runs=runs, tokens=tokens, outputs=singles + tokens, short_runs=short)
 
 
 def _power_of_two(number: int) -> int:

@@ -24,6 +24,8 @@ from kvikk.engine.gpu.descriptor import (
 )
 
 BLOCK = 256
+SAID = 64
+"""Sampled tokens that are kept of a seat, by their positions: more than a draft and the ones ahead of it."""
 APPLIERS = 32
 """Programs that apply a step's commands."""
 
@@ -46,6 +48,7 @@ class SeatState:
         self.tail_starts, self.watch_starts, self.watch_stops = (numbers(torch.int32) for _ in range(3))
         self.positions = numbers(torch.int32)
         self.tokens = numbers(torch.int32)
+        self.said = torch.zeros((seats + 1, SAID), dtype=torch.int32, device=device)
         self.temperature, self.top_p, self.min_p = (numbers(torch.float32) for _ in range(3))
         self.top_k, self.choice = numbers(torch.int32), numbers(torch.int32)
         self.seed = numbers(torch.int64)
@@ -105,7 +108,7 @@ def derive(words: Tensor, state: SeatState, inputs: StepInputs, *, page_size: in
     )  # fmt: skip
     if shape.runs:
         _derive_runs[(shape.runs, triton.cdiv(shape.tokens, BLOCK))](
-            words, state.tables, state.tables.stride(0), state.tail_starts, state.seats,
+            words, state.tables, state.tables.stride(0), state.tail_starts, state.said, state.seats,
             state.watch_starts, state.watch_stops, watch_window,
             inputs.token_ids, inputs.positions, inputs.slots, inputs.places,
             inputs.run_seats, inputs.run_starts, inputs.run_lengths, inputs.run_offsets,
@@ -129,9 +132,14 @@ def finish(state: SeatState, inputs: StepInputs, tokens: Tensor, is_bad: Tensor,
     """
     outputs = inputs.shape.outputs
     _finish[(triton.cdiv(outputs, BLOCK),)](
-        tokens, is_bad, result, state.positions, state.tokens, inputs.output_seats, inputs.output_positions,
-        outputs, state.seats, BLOCK=BLOCK, num_warps=4,
+        tokens, is_bad, result, state.positions, state.tokens, state.said,
+        inputs.output_seats, inputs.output_positions, outputs, state.seats, SAID=SAID, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
+
+
+def said_by(seat: int, position: int) -> int:
+    """How a descriptor names the token that a seat has sampled for a position, where the host does not know it yet."""
+    return -1 - (seat * SAID + position % SAID)
 
 
 @triton.jit
@@ -219,7 +227,7 @@ def _watch_place(seat, position, mask, watch_starts, watch_stops, watch_window):
 
 @triton.jit
 def _derive_runs(
-    words, tables, table_stride, tail_starts, spare_seat, watch_starts, watch_stops, watch_window,
+    words, tables, table_stride, tail_starts, said, spare_seat, watch_starts, watch_stops, watch_window,
     token_ids, positions, slots, places, run_seats, run_starts, run_lengths, run_offsets, runs_at, tokens_at, singles,
     RUN: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -240,6 +248,7 @@ def _derive_runs(
     block = tl.load(tables + seat.to(tl.int64) * table_stride + tail // PAGE, mask=mask, other=0)
     slot = block.to(tl.int64) * PAGE + tail % PAGE
     token = tl.load(words + tokens_at + offset + index, mask=mask, other=0)
+    token = tl.where(token < 0, tl.load(said - 1 - token, mask=mask & (token < 0), other=0), token)
     at = singles + offset + index
     tl.store(token_ids + at, token.to(tl.int64), mask=mask)
     tl.store(positions + at, position.to(tl.int64), mask=mask)
@@ -270,8 +279,8 @@ def _derive_outputs(
 
 @triton.jit
 def _finish(
-    tokens, is_bad, result, seat_positions, seat_tokens, output_seats, output_positions, outputs, spare_seat,
-    BLOCK: tl.constexpr,
+    tokens, is_bad, result, seat_positions, seat_tokens, said, output_seats, output_positions, outputs, spare_seat,
+    SAID: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < outputs
@@ -281,4 +290,5 @@ def _finish(
     tl.store(seat_tokens + seat, token, mask=is_row)
     position = tl.load(output_positions + index, mask=mask, other=0).to(tl.int32)
     tl.store(seat_positions + seat, position, mask=is_row)
+    tl.store(said + seat * SAID + position % SAID, token, mask=is_row)
     tl.store(result + index, tl.where(tl.load(is_bad + index, mask=mask, other=0) != 0, -1, token), mask=mask)
