@@ -684,6 +684,8 @@ class World:
             tables = [row.blocks for row in request.rows]
             tables += [row.rest.arriving for row in request.rows if row.rest]
             assert request.held_blocks == len({block for table in tables for block in table}) + in_bodies
+            usage = request.kv_usage
+            assert usage is None or usage.accepted <= usage.drafted
             for row in request.rows:
                 assert row.pending == (0 if row.finish_reason else sum(other is row for other in flying))
                 assert UNKNOWN not in row.generated

@@ -507,10 +507,10 @@ class Engine:
         row, usage = scheduled.row, scheduled.row.request.kv_usage
         assert row.drafting is not None
         assert usage is not None
+        drafted = len(scheduled.known_drafts)
         row.drafting.length = 0
         if not result.tokens:
             return self._fail(row, self._why_no_token(row))
-        drafted = len(scheduled.known_drafts)
         row.drafting.record.note_round(drafted, accepted)
         known = row.known
         outputs = self._append_all(row, result.tokens[: accepted + 1])
