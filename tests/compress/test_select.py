@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,3 +119,15 @@ def test_slots_that_lie_in_order_need_no_sorting_to_be_found_in_the_order_of_the
         for in_order in (False, True)
     )
     assert torch.equal(sorted_, known)
+
+
+@pytest.mark.parametrize("kind", ["mean", "max"])
+def test_slots_that_lie_packed_in_order_are_pooled_where_they_lie(kind: Literal["mean", "max"]) -> None:
+    live = torch.arange(20) < torch.tensor([[20], [13], [0]])
+    values = torch.rand((3, 20), generator=torch.Generator().manual_seed(1))
+    sorted_, known = (
+        LayerSlots(positions=torch.arange(20).repeat(3, 1), live=live, length=20, is_packed=is_packed)
+        for is_packed in (False, True)
+    )
+    assert torch.equal(sorted_.order, known.order)
+    assert torch.equal(sorted_.pool(values, 5, kind)[live], known.pool(values, 5, kind)[live])

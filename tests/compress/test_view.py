@@ -55,6 +55,11 @@ def test_attention_is_torchs_causal_attention_where_everything_is_held() -> None
     torch.testing.assert_close(view.attention() @ values, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_mean_attention_is_that_of_queries_and_of_the_heads_of_a_kv_head() -> None:
+    view = view_of(compacted_layer(kv_heads=3, group=2, length=60))
+    assert torch.equal(view.mean_attention(), view.group_mean(view.attention().mean(1)))
+
+
 def test_attention_in_a_compacted_layer_is_over_what_is_held_up_to_the_query() -> None:
     layer = compacted_layer(kv_heads=3, group=2, length=60)
     view = view_of(layer)

@@ -63,6 +63,10 @@ def accumulated_attention(
     Returns:
         `[kv_heads, slots]` fp32, 0 where a slot is dead.
     """
+    if keys.is_cuda:
+        from kvikk.compress.gpu.mass import accumulated_attention as on_gpu  # imports triton
+
+        return on_gpu(queries, query_positions, keys, slots, scale=scale)
     kv_heads, columns, _ = keys.shape
     mass = torch.zeros((kv_heads, columns), dtype=torch.float32, device=keys.device)
     chunk = max(1, CHUNK_ELEMENTS // (len(queries) * columns))
@@ -70,3 +74,16 @@ def accumulated_attention(
         weights = attention_weights(attention_logits(some, keys, scale), at, slots)
         mass += weights.sum(1).view(kv_heads, -1, columns).mean(1)
     return mass
+
+
+def mean_attention(
+    queries: Tensor, query_positions: Tensor, keys: Tensor, slots: LayerSlots, *, scale: float
+) -> Tensor:
+    """What each slot gets of a query, in the mean over the queries and over the query heads of a KV head.
+
+    Takes and gives what `accumulated_attention` does, but that on a CPU it has the weights of all queries at once.
+    """
+    if keys.is_cuda:
+        return accumulated_attention(queries, query_positions, keys, slots, scale=scale) / len(query_positions)
+    weights = attention_weights(attention_logits(queries, keys, scale), query_positions, slots)
+    return weights.mean(1).view(len(keys), -1, keys.shape[1]).mean(1)

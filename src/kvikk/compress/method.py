@@ -97,6 +97,7 @@ class Method:
                 ]
             )
         recent = [self.recent(quota, unfinished) for quota in quotas]
-        protected = slots.protected(sinks=self.sinks, window=over_lanes(recent, scores)[:, None])
+        window = recent[0] if len(set(recent)) == 1 else over_lanes(recent, scores)[:, None]
+        protected = slots.protected(sinks=self.sinks, window=window)
         counts = self.allocator.over_heads(quotas, scores, slots, protected)
         return keep_mask(scores, slots, counts, protected)

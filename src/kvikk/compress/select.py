@@ -49,5 +49,9 @@ def keep_mask(scores: Tensor, slots: LayerSlots, counts: Tensor | int, protected
     Returns:
         `[kv_heads, slots]` bool, live slots only.
     """
+    if scores.is_cuda:
+        from kvikk.compress.gpu.best import keep_mask as on_gpu  # imports triton
+
+        return on_gpu(scores, slots, counts, protected)
     wanted = protected.sum(-1).clamp(min=counts)
     return slots.live & (ranking(scores, slots, protected) < wanted[:, None])

@@ -24,16 +24,20 @@ class LayerSlots:
         live: `[kv_heads, slots]` bool. A lane holds a position at most once.
         length: tokens of the row so far: live positions are below it.
         in_order: each lane's live slots lie in the order of the text, so that nothing need be sorted for it.
+        is_packed: and before all dead ones, so that nothing need be moved for it.
     """
 
     positions: Tensor
     live: Tensor
     length: int
     in_order: bool = False
+    is_packed: bool = False
 
     @cached_property
     def order(self) -> Tensor:
         """`[kv_heads, slots]` int64: each lane's slots from its first position to its last, then the dead ones."""
+        if self.is_packed:
+            return torch.arange(self.live.shape[1], device=self.live.device).expand_as(self.live)
         if not self.in_order:
             return torch.where(self.live, self.positions, self.length).argsort(dim=-1, stable=True)
         living = self.live.cumsum(-1)
@@ -77,10 +81,12 @@ class LayerSlots:
         if kind not in ("mean", "max"):
             raise PolicyFailed(f"pool was given the kind {kind!r}: it must be mean or max")
         outside = 0.0 if kind == "mean" else -torch.inf
-        ordered = torch.where(self.live, values, outside).gather(-1, self.order)
+        ordered = torch.where(self.live, values, outside)
+        if not self.is_packed:
+            ordered = ordered.gather(-1, self.order)
         pool = F.avg_pool1d if kind == "mean" else F.max_pool1d
         pooled = pool(ordered, width, stride=1, padding=width // 2)
-        return torch.empty_like(pooled).scatter(-1, self.order, pooled)
+        return pooled if self.is_packed else torch.empty_like(pooled).scatter(-1, self.order, pooled)
 
     def mean_over_lanes(self, values: Tensor) -> Tensor:
         """For each slot, the mean of `values` over all lanes that hold its position.

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from kvikk.compress.attending import attention_logits, attention_weights
+from kvikk.compress.attending import attention_logits, attention_weights, mean_attention
 from kvikk.compress.rotary import Rotary
 from kvikk.compress.signals import Signal, Signals
 from kvikk.compress.slots import LayerSlots
@@ -114,6 +114,13 @@ class LayerView:
     def attention(self) -> Tensor:
         """`[q_heads, w, slots]` fp32: what each query gives to each live slot up to its own position."""
         return attention_weights(self.logits(), self.query_positions, self.slots)
+
+    def mean_attention(self) -> Tensor:
+        """`[kv_heads, slots]` fp32: `attention`, in the mean over the queries and the query heads of each KV head.
+
+        Where it is enough, it is much cheaper on a GPU than the attention of each query.
+        """
+        return mean_attention(self.queries, self.query_positions, self.keys, self.slots, scale=self.scale)
 
     def before_window(self) -> Tensor:
         """`[kv_heads, slots]` bool: live slots older than the oldest of `queries`, which all of them can see."""

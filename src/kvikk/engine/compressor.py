@@ -27,7 +27,7 @@ from kvikk.compress import (
 from kvikk.engine.kv import Choice
 from kvikk.engine.request import Row
 from kvikk.errors import InvalidRequest
-from kvikk.memory import Held, KVStore, upload
+from kvikk.memory import Held, KVStore
 from kvikk.types import Position
 
 MASS: Final = "attention mass"
@@ -37,6 +37,8 @@ PROMPT_QUERIES: Final = 64
 NUMBERS_AT_ONCE: Final = 2**25
 """Of keys, or of attention weights, that a policy is shown at a time where it can be shown several layers: 128 MiB in
 fp32."""
+VECTORS: Final = frozenset({Signal.KEYS, Signal.VALUES, Signal.ATTENTION_MASS})
+"""What takes K or V of each slot to be shown."""
 NOTE_BYTES: Final = 4
 """Of a position, and of each number that is remembered, for every slot of every lane."""
 
@@ -98,9 +100,14 @@ class PolicyCompressor:
         quotas = method.quotas(
             row.front, layers=geometry.layers, token_bytes=self.token_bytes(method), unfinished=unfinished
         )
-        frames = upload(held.frames, self._store.device)
         remembered = self._remembered(row, method, held)
-        everything = LayerSlots(positions=held.positions.long(), live=held.live, length=row.front, in_order=True)
+        everything = LayerSlots(
+            positions=held.positions.long(),
+            live=held.live,
+            length=row.front,
+            in_order=True,
+            is_packed=row.body is None,
+        )
         scores: list[Tensor] = []
         for layers in self._shown_together(row, method, held, quotas):
             first, last = layers[0], layers[-1]
@@ -113,7 +120,7 @@ class PolicyCompressor:
                 slots=slots,
                 budget=quotas[first],
                 scale=1.0 if row.queries is None else row.queries.scales[first],
-                signals=self._signals(row, method, slots, frames[lanes], layers, of_layer.pop(MASS, None)),
+                signals=self._signals(row, method, slots, held.table[lanes], layers, of_layer.pop(MASS, None)),
                 needs=method.policy.needs,
                 seed=row.request.seed,
                 since=_last_trigger(row),
@@ -123,7 +130,7 @@ class PolicyCompressor:
             scores.append(method.score(view))
             for name, values in remembered.items():
                 values[lanes] = view.attention_mass if name == MASS else view.state(name)
-        of_lanes = torch.cat(scores)
+        of_lanes = scores[0] if len(scores) == 1 else torch.cat(scores)
         keep = method.select(of_lanes, everything, quotas, geometry.kv_heads, unfinished)
         *counts, unscored = torch.cat((keep.sum(1), count_unscored(of_lanes, held.live)[None])).tolist()
         if unscored:
@@ -137,7 +144,8 @@ class PolicyCompressor:
         window = 0 if row.queries is None else len(row.queries.positions) * row.queries.rotated.shape[2]
         most = 1
         if is_lanewise(method.policy):
-            of_layer = slots * max(max(geometry.kv_heads) * geometry.head_dim, window)
+            width = geometry.head_dim if VECTORS & method.policy.needs else 1
+            of_layer = slots * max(max(geometry.kv_heads) * width, window)
             most = max(1, NUMBERS_AT_ONCE // of_layer)
         kinds = list(zip(geometry.kv_heads, scales, strict=True))
         cuts = [0]

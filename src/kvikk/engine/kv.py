@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -284,7 +283,6 @@ class KVMemory:
             return
         counts = choice.counts - (row.front - stop)
         held = everything.first(stop // self.page_size, self.page_size)
-        held = replace(held, is_own=np.zeros_like(held.is_own))  # all is copied
         frames = int(frames_wanted(held, counts, self.page_size).sum())
         while (blocks := self.frames.blocks_needed(frames)) > self.pool.free:  # joining takes free frames as well
             if not self.make_room(blocks) and not self._part_one_more():
@@ -449,10 +447,11 @@ class KVMemory:
                 return None
 
     def _held(self, row: Row, blocks: Sequence[BlockId], before: Held | None = None) -> Held:
+        """A row's slots. Only where they were known `before` is it said which blocks it may write to."""
         return held_by(
             row.body,
             blocks,
-            [self._is_own(block) for block in blocks],
+            [before is not None and self._is_own(block) for block in blocks],
             length=row.front,
             lanes=self.store.lanes,
             page_size=self.page_size,

@@ -27,24 +27,29 @@ class Held:
     Args:
         frames: `[lanes, columns]`, the null frame where a lane has none.
         is_own: `[lanes, columns]`, frames that the row alone owns and may write to.
+        table: `frames`, on the device.
         positions: `[lanes, columns * page_size]` int32 on the device.
         live: the same shape, bool: what attention reads now.
     """
 
     frames: IntArray
     is_own: NDArray[np.bool_]
+    table: Tensor
     positions: Tensor
     live: Tensor
 
     def first(self, columns: int, page_size: int) -> Held:
         """The first columns only."""
         slots = columns * page_size
-        return Held(self.frames[:, :columns], self.is_own[:, :columns], self.positions[:, :slots], self.live[:, :slots])
+        on_host = self.frames[:, :columns], self.is_own[:, :columns]
+        return Held(*on_host, self.table[:, :columns], self.positions[:, :slots], self.live[:, :slots])
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
     """Tokens to copy. A lane's are copied together: all its sources are read before one of its targets is written.
+
+    Those that stay where they are are among them: to leave them out, the host would have to wait for how many they are.
 
     Args:
         counts: `[lanes]`, how many of the moves are each lane's: they lie one lane after the other.
@@ -69,14 +74,11 @@ class Compaction:
     body: Body
     moves: Moves
     freed: IntArray
-    _kept: tuple[Tensor, Tensor, Tensor]
+    _order: Tensor
 
-    def gather(self, values: Tensor, fill: float = 0.0) -> Tensor:
+    def gather(self, values: Tensor) -> Tensor:
         """What belongs to each slot after compaction: from `[lanes, slots]` before to that after."""
-        lane, slot, rank = self._kept
-        moved = values.new_full(self.body.positions.shape, fill)
-        moved[lane, rank] = values[lane, slot]
-        return moved
+        return values.gather(1, self._order)
 
 
 def held_by(
@@ -109,8 +111,10 @@ def held_by(
         frames = np.concatenate([body.frames, frames], axis=1)
         own = np.concatenate([body.live_columns(page_size), own], axis=1)
     if before is not None:
-        slots = frames.shape[1] * page_size
-        return Held(frames, own, before.positions[:, :slots], before.live[:, :slots])
+        known = before.first(frames.shape[1], page_size)
+        is_same = np.array_equal(frames, known.frames)
+        table = known.table if is_same else upload(frames, device)
+        return Held(frames, own, table, known.positions, known.live)
     positions = torch.arange(start, start + len(blocks) * page_size, dtype=torch.int32, device=device)
     positions = positions.expand(lanes, -1)
     live = positions < length
@@ -118,7 +122,7 @@ def held_by(
         in_body = torch.arange(body.positions.shape[1], device=device) < upload(body.lengths, device)[:, None]
         positions = torch.cat([body.positions, positions], dim=1)
         live = torch.cat([in_body, live], dim=1)
-    return Held(frames, own, positions, live)
+    return Held(frames, own, upload(frames, device), positions, live)
 
 
 def frames_wanted(held: Held, counts: IntArray, page_size: int) -> IntArray:
@@ -127,10 +131,11 @@ def frames_wanted(held: Held, counts: IntArray, page_size: int) -> IntArray:
     return np.maximum(lacking, 0)
 
 
+@torch.inference_mode()
 def plan_compaction(
     held: Held, keep: Tensor, counts: IntArray, fresh: IntArray, *, stop: Position, page_size: int
 ) -> Compaction:
-    """Pack what is kept into frames of the row's own. Waits for the device once, to know how many tokens move.
+    """Pack what is kept into frames of the row's own. Does not wait for the device.
 
     Args:
         held: the row's slots.
@@ -140,36 +145,53 @@ def plan_compaction(
         stop: where the tail begins afterwards.
         page_size: slots of a frame.
     """
-    lanes = len(counts)
-    needed = -(-counts // page_size)
-    wanted = frames_wanted(held, counts, page_size)
-    columns = int(needed.max(initial=0))
-    rank = np.cumsum(held.is_own, axis=1) - 1
-    stays = held.is_own & (rank < needed[:, None])
-    frames = np.full((lanes, columns), NULL_BLOCK, dtype=np.int64)
-    lane_of, column_of = np.nonzero(stays)
-    frames[lane_of, rank[lane_of, column_of]] = held.frames[stays]
-    at = np.arange(columns)
-    own = held.is_own.sum(axis=1)[:, None]
-    frames[(at >= own) & (at < needed[:, None])] = fresh
-    assert len(fresh) == int(wanted.sum())
-
-    device, total = keep.device, int(counts.sum())
-    first = (np.cumsum(counts) - counts)[:, None]  # of the kept tokens of each lane
-    table = upload(np.hstack([first, frames * page_size, held.frames * page_size]), device)
-    offsets, after, before = table[:, 0], table[:, 1 : 1 + columns], table[:, 1 + columns :]
-    lane, slot = keep.nonzero_static(size=total).unbind(1)
-    order = torch.arange(total, device=device) - offsets[lane]
-    sources = before[lane, slot // page_size] + slot % page_size
-    targets = after[lane, order // page_size] + order % page_size
-    is_moved = sources != targets
-    moved_of_lane = table.new_zeros(lanes).scatter_add_(0, lane, is_moved.long()).cpu().numpy()
-    moved = is_moved.nonzero_static(size=int(moved_of_lane.sum())).view(-1)
-    positions = torch.zeros((lanes, columns * page_size), dtype=torch.int32, device=device)
-    positions[lane, order] = held.positions[lane, slot]
-    return Compaction(
-        body=Body(frames=frames, lengths=counts, stop=stop, positions=positions),
-        moves=Moves(counts=moved_of_lane, sources=sources[moved], targets=targets[moved]),
-        freed=held.frames[held.is_own & ~stays],
-        _kept=(lane, slot, order),
+    needed = -(-counts // page_size)[:, None]
+    stays = held.is_own & (np.cumsum(held.is_own, axis=1) <= needed)
+    own = stays.sum(axis=1, keepdims=True)
+    column = np.arange(needed.max(initial=0))
+    frames = np.full((len(counts), len(column)), NULL_BLOCK, dtype=np.int64)
+    frames[column < own] = held.frames[stays]
+    is_lacking = (column >= own) & (column < needed)
+    assert len(fresh) == np.count_nonzero(is_lacking)
+    frames[is_lacking] = fresh
+    first = np.cumsum(counts) - counts
+    table = upload(np.column_stack([first, frames]), keep.device)
+    order, sources, targets = pack(
+        keep, held.table, table[:, 1:], table[:, 0], kept=int(counts.sum()), page_size=page_size
     )
+    return Compaction(
+        body=Body(frames=frames, lengths=counts, stop=stop, positions=held.positions.gather(1, order)),
+        moves=Moves(counts=counts, sources=sources, targets=targets),
+        freed=held.frames[held.is_own & ~stays],
+        _order=order,
+    )
+
+
+def pack(
+    keep: Tensor, before: Tensor, after: Tensor, first: Tensor, *, kept: int, page_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each kept slot goes, when those of a lane are packed in their order.
+
+    Args:
+        keep: `[lanes, slots]` bool.
+        before: `[lanes, columns]` int64, the frames that the slots lie in.
+        after: `[lanes, columns]` int64, the frames that they go to, enough for the lane that keeps most.
+        first: `[lanes]` int64, how many the lanes before keep.
+        kept: how many all lanes keep.
+        page_size: slots of a frame.
+
+    Returns:
+        `[lanes, slots]` int64, the slot before of each slot after, 0 beyond a lane's last; and `Moves.sources` and
+        `Moves.targets`.
+    """
+    if keep.is_cuda:
+        from kvikk.memory.gpu.pack import pack as pack_on_gpu  # imports triton
+
+        return pack_on_gpu(keep, before, after, first, kept=kept, page_size=page_size)
+    lane, slot = keep.nonzero_static(size=kept).unbind(1)
+    place = torch.arange(kept, device=keep.device) - first[lane]
+    order = torch.zeros((len(after), after.shape[1] * page_size), dtype=torch.int64, device=keep.device)
+    order[lane, place] = slot
+    sources = before[lane, slot // page_size] * page_size + slot % page_size
+    targets = after[lane, place // page_size] * page_size + place % page_size
+    return order, sources, targets

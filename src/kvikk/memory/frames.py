@@ -85,22 +85,12 @@ class FramePool:
                 f"{frames} frames asked for, {self.free} are free in split blocks and "
                 f"{self.pool.free * self.frames_per_block} in free ones"
             )
-        open_blocks = [block for block in self._split if self._counts[block] < self.frames_per_block]
-        open_blocks.sort(key=lambda block: (-self._counts[block], block))
+        fullest = np.flatnonzero((self._counts > 0) & (self._counts < self.frames_per_block))
+        fullest = fullest[np.argsort(-self._counts[fullest], kind="stable")]
         fresh = self.pool.take(missing)
         self._split.update(fresh)
-        found: list[IntArray] = []
-        left = frames
-        for block in [*open_blocks, *fresh]:
-            if not left:
-                break
-            offsets = np.flatnonzero(~self._live[block])[:left]
-            self._live[block, offsets] = True
-            self._counts[block] += len(offsets)
-            found.append(block * self.frames_per_block + offsets)
-            left -= len(offsets)
         self._used += frames
-        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+        return self._own(np.concatenate([fullest, np.array(fresh, dtype=np.int64)]), frames)
 
     def release(self, frames: IntArray) -> int:
         """Give up frames, each once. Returns how many blocks became free by it.
@@ -110,14 +100,18 @@ class FramePool:
         """
         if not len(frames):
             return 0
-        blocks, offsets = np.divmod(frames, self.frames_per_block)
-        if not self._live[blocks, offsets].all() or len(np.unique(frames)) != len(frames):
+        live = self._live.reshape(-1)
+        was_owned = live[frames]
+        live[frames] = False
+        gone = np.bincount(frames // self.frames_per_block)
+        touched = np.flatnonzero(gone)
+        left = self._counts[touched] - gone[touched]
+        if (self._live[touched].sum(axis=1) != left).any():
+            live[frames] = was_owned
             raise PoolCorrupt("a frame is released that is not owned, or released twice")
-        self._live[blocks, offsets] = False
+        self._counts[touched] = left
         self._used -= len(frames)
-        touched, gone = np.unique(blocks, return_counts=True)
-        self._counts[touched] -= gone
-        return self._close(touched[self._counts[touched] == 0])
+        return self._close(touched[left == 0])
 
     def join(self, blocks: int) -> tuple[IntArray, IntArray]:
         """Empty the `blocks` emptiest split blocks, which are free afterwards.
@@ -131,24 +125,15 @@ class FramePool:
         """
         if blocks > self.joinable:
             raise OutOfBlocks(f"{blocks} blocks are to be joined, {self.joinable} can be")
-        by_count = sorted(self._split, key=lambda block: (self._counts[block], block))
-        emptied = np.array(sorted(by_count[:blocks]), dtype=np.int64)
+        by_count = np.flatnonzero(self._counts)
+        by_count = by_count[np.argsort(self._counts[by_count], kind="stable")]
+        emptied = np.sort(by_count[:blocks])
         at, offsets = np.nonzero(self._live[emptied])
-        sources = emptied[at] * self.frames_per_block + offsets
-        targets: list[IntArray] = []
-        left = len(sources)
-        for block in reversed(by_count[blocks:]):  # the fullest first
-            if not left:
-                break
-            free = np.flatnonzero(~self._live[block])[:left]
-            self._live[block, free] = True
-            self._counts[block] += len(free)
-            targets.append(block * self.frames_per_block + free)
-            left -= len(free)
+        targets = self._own(by_count[blocks:][::-1], len(at))
         self._live[emptied] = False
         self._counts[emptied] = 0
         self._close(emptied)
-        return sources, np.concatenate(targets) if targets else np.empty(0, dtype=np.int64)
+        return emptied[at] * self.frames_per_block + offsets, targets
 
     def check(self, bodies: Iterable[Body], page_size: int) -> None:
         """Recount everything against the frames of all bodies.
@@ -171,6 +156,16 @@ class FramePool:
     def holders(self) -> list[list[BlockId]]:
         """The split blocks, for `BlockPool.check`."""
         return [sorted(self._split)]
+
+    def _own(self, blocks: IntArray, frames: int) -> IntArray:
+        """Mark the first free frames of these blocks as owned, in the order of the blocks. They have as many."""
+        free = np.cumsum(self.frames_per_block - self._counts[blocks])
+        blocks = blocks[: np.searchsorted(free, frames) + 1]  # no more than hold them
+        every = blocks[:, None] * self.frames_per_block + np.arange(self.frames_per_block)
+        owned: IntArray = every[~self._live[blocks]][:frames]
+        self._live.reshape(-1)[owned] = True
+        self._counts[blocks] = self._live[blocks].sum(axis=1)
+        return owned
 
     def _close(self, empty: IntArray) -> int:
         """Give blocks without a live frame back."""

@@ -1,0 +1,104 @@
+"""What policies ask most of a GPU, and what is kept by their scores, by kernels: against the twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from kvikk.compress import LayerSlots, accumulated_attention, keep_mask
+from kvikk.compress.gpu import best, mass
+
+
+def slots_of(lanes: int, columns: int, share: float, seed: int) -> LayerSlots:
+    """Lanes that hold different positions, in any order, between dead slots; positions of those are garbage."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.stack([torch.randperm(2 * columns, generator=generator)[:columns] for _ in range(lanes)])
+    live = torch.rand((lanes, columns), generator=generator) < share
+    return LayerSlots(positions=torch.where(live, positions, -(10**9)), live=live, length=2 * columns)
+
+
+def on(device: torch.device, slots: LayerSlots) -> LayerSlots:
+    return LayerSlots(positions=slots.positions.to(device), live=slots.live.to(device), length=slots.length)
+
+
+def masses(device: torch.device, queries: Tensor, at: Tensor, keys: Tensor, slots: LayerSlots) -> tuple[Tensor, Tensor]:
+    """By the kernel, and by the twin."""
+    scale = queries.shape[2] ** -0.5
+    clean = torch.where(slots.live[..., None], keys, 0)  # sums of the twin have no NaN in them either
+    wanted = accumulated_attention(queries, at, clean, slots, scale=scale)
+    there = (each.to(device) for each in (queries, at, keys))
+    return mass.accumulated_attention(*there, on(device, slots), scale=scale).cpu(), wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "window", "columns", "head_dim"),
+    [(2, 3, 32, 300, 64), (1, 1, 1, 16, 64), (3, 4, 50, 130, 80), (2, 7, 5, 129, 16)],
+)
+def test_the_attention_mass_is_the_twins(
+    kv_heads: int, group: int, window: int, columns: int, head_dim: int, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    generator = torch.Generator().manual_seed(window)
+    slots = slots_of(kv_heads, columns, 0.7, seed=window)
+    keys = torch.randn(kv_heads, columns, head_dim, generator=generator).to(dtype)
+    keys[~slots.live] = torch.nan
+    queries = torch.randn(kv_heads * group, window + 3, head_dim, generator=generator).to(dtype)[:, 3:]
+    at = torch.arange(2 * columns - window, 2 * columns)
+    found, wanted = masses(kernel_device, queries, at, keys, slots)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.sum(1), slots.live.any(1) * float(window), rtol=1e-4, atol=1e-4)
+
+
+def test_a_query_gives_nothing_to_what_comes_after_it_and_one_that_sees_nothing_gives_nothing(
+    kernel_device: torch.device,
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    slots = LayerSlots(positions=torch.arange(40).repeat(2, 1), live=torch.arange(40).repeat(2, 1) >= 8, length=40)
+    queries, keys = torch.randn(4, 20, 16, generator=generator), torch.randn(2, 40, 16, generator=generator)
+    found, wanted = masses(kernel_device, queries, torch.arange(20), keys, slots)
+    torch.testing.assert_close(found, wanted)
+    assert (found[:, 20:] == 0).all()
+    torch.testing.assert_close(found.sum(1), torch.full((2,), 12.0)), "eight of them see nothing"
+
+
+def test_many_slots_are_summed_in_parts(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mass, "SPLIT_SLOTS", 128)
+    generator = torch.Generator().manual_seed(2)
+    for columns in (700, 128 * mass.MAX_SPLITS + 40):
+        slots = slots_of(1, columns, 0.5, seed=3)
+        queries = torch.randn(2, 3, 16, generator=generator)
+        keys = torch.randn(1, columns, 16, generator=generator) * 3
+        found, wanted = masses(kernel_device, queries, torch.full((3,), 2 * columns), keys, slots)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_lane_without_a_live_slot_gets_nothing(kernel_device: torch.device) -> None:
+    slots = LayerSlots(positions=torch.zeros(1, 20, dtype=torch.int64), live=torch.zeros(1, 20) > 0, length=20)
+    found, _ = masses(kernel_device, torch.ones(1, 2, 16), torch.tensor([18, 19]), torch.ones(1, 20, 16), slots)
+    assert (found == 0).all()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_kept_is_what_sorting_keeps(
+    seed: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few scores, many of them equal, with zeros of both signs and infinities; NaN where nothing lives."""
+    if seed % 2:
+        monkeypatch.setattr(best, "SLOTS_AT_ONCE", 64)
+    generator = torch.Generator().manual_seed(seed)
+    columns = [3, 90, 500][seed % 3]
+    slots = slots_of(4, columns, [0.3, 0.8, 1.0][seed // 3 % 3], seed)
+    kinds = torch.tensor([0.0, -0.0, 1e-45, -1e-45, -torch.inf, 3.4e38, -3.4e38, 0.5, 0.25, -7.0])
+    scores = kinds[torch.randint(0, len(kinds), slots.live.shape, generator=generator)]
+    if seed > 8:
+        scores = torch.randn(slots.live.shape, generator=generator)
+    scores[~slots.live] = torch.nan
+    protected = slots.protected(sinks=columns // 8, window=columns // 8)
+    there = on(kernel_device, slots)
+    for counts in (0, 1, columns // 3, 2 * columns, torch.tensor([0, 2, columns // 2, columns])):
+        of_device = counts.to(kernel_device) if isinstance(counts, Tensor) else counts
+        found = best.keep_mask(scores.to(kernel_device), there, of_device, protected.to(kernel_device))
+        assert torch.equal(found.cpu(), keep_mask(scores, slots, counts, protected)), counts
