@@ -250,9 +250,9 @@ class Request:
             return NONE_SCORED
         return range(len(self.prompt_logprobs) - 1, min(stop, len(self.prompt_token_ids) - 1))
 
-    def note_block(self) -> None:
-        """One of the rows took a fresh block."""
-        self.held_blocks += 1
+    def note_blocks(self, number: int = 1) -> None:
+        """One of the rows took fresh blocks."""
+        self.held_blocks += number
         self.peak_blocks = max(self.peak_blocks, self.held_blocks)
 
     def recount_blocks(self) -> None:

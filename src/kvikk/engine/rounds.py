@@ -340,7 +340,7 @@ class DraftRounds:
         blocks = -(-(len(row.tokens) - row.tail_start + length) // self._page_size) - len(row.blocks)
         if blocks > 0 and self._kv.make_room(blocks):
             row.blocks += self._kv.pool.take(blocks)
-            row.request.recount_blocks()
+            row.request.note_blocks(blocks)
         return min(length, row.tail_start + len(row.blocks) * self._page_size - len(row.tokens))
 
 

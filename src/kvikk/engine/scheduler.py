@@ -212,7 +212,7 @@ class Scheduler:
             shared, row.blocks[index] = row.blocks[index], block
             self._kv.store.copy_blocks([(shared, block)])
             self._prefix.release([shared])
-        row.request.note_block()
+        row.request.note_blocks()
         return True
 
     def _make_whole(self, rests: Rests, plan: StepPlan) -> None:
