@@ -9,12 +9,13 @@ what is compiled or captured at first use.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from kvikk.attention import AttentionBackend
 from kvikk.bench.datasets import at_least, names_in
 from kvikk.bench.device import header
 from kvikk.bench.lossless_model import best_tokens_per_s
@@ -28,9 +29,12 @@ from kvikk.bench.texts import pieces
 from kvikk.compress import KVCacheParams
 from kvikk.compress.flags import KVCacheConfig
 from kvikk.engine import Capacity, Engine, EngineConfig, SamplingParams, build_engine, load_engine
+from kvikk.engine.build import MakeRunner, fastest_runner
 from kvikk.engine.drafting import StepTimes
+from kvikk.engine.step import Runner
 from kvikk.errors import ConfigError, InvalidRequest
-from kvikk.models import LoadedModel
+from kvikk.memory import KVStore
+from kvikk.models import CausalLM, LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +176,28 @@ def bench_lossless(config: BenchLosslessConfig) -> LosslessResult:
 
 
 def _engine(config: BenchLosslessConfig, lot: Lot) -> tuple[LoadedModel, Engine, Capacity]:
+    make_runner = _like_a_lossless_server(config.lossless)
     if config.lossless.replay is None:
-        return load_engine(config.engine)
+        return load_engine(config.engine, make_runner)
     loaded = load_random(config.engine)
-    return loaded, *build_engine(loaded, config.engine, replaying(lot))
+    return loaded, *build_engine(loaded, config.engine, replaying(lot, make_runner))
+
+
+def _like_a_lossless_server(lossless: LosslessConfig) -> MakeRunner:
+    """Makes the runner of a server that was started with --lossless and the first policy: on a GPU it has captured what
+    drafting takes before the first request comes."""
+    policies = [policy for policy in names_in(lossless.policies, "--policies") if policy != NGRAM]
+    asked = KVCacheConfig(lossless=True)
+    if policies:
+        budget = names_in(lossless.budgets, "--budgets")[0]
+        asked = KVCacheConfig(kv_policy=policies[0], kv_budget=budget, lossless=True)
+
+    def make(
+        model: CausalLM, store: KVStore, backend: AttentionBackend, config: EngineConfig, capacity: Capacity
+    ) -> Runner:
+        return fastest_runner(model, store, backend, replace(config, kv_cache=asked), capacity)
+
+    return make
 
 
 def _prompts(config: BenchLosslessConfig, loaded: LoadedModel, count: int, context: int) -> list[list[int]]:

@@ -86,19 +86,19 @@ class _Overruled:
 
 def _overruled(plan: StepPlan, results: Sequence[RowResult], lot: Lot) -> list[RowResult]:
     return [
-        result._replace(tokens=lot.overrule(scheduled.drafts, result.tokens))
+        result._replace(tokens=lot.overrule(scheduled.known_drafts, result.tokens))
         if scheduled.drafts and scheduled.row.draft_of is None  # what is proposed to a small cache is its own affair
         else result
         for scheduled, result in zip(plan.rows, results, strict=True)
     ]
 
 
-def replaying(lot: Lot) -> MakeRunner:
-    """Makes the runner that users get, with acceptance by lot."""
+def replaying(lot: Lot, make_runner: MakeRunner = fastest_runner) -> MakeRunner:
+    """Makes the runner that users get, or another one, with acceptance by lot."""
 
     def make(
         model: CausalLM, store: KVStore, backend: AttentionBackend, config: EngineConfig, capacity: Capacity
     ) -> Runner:
-        return ReplayRunner(fastest_runner(model, store, backend, config, capacity), lot)
+        return ReplayRunner(make_runner(model, store, backend, config, capacity), lot)
 
     return make

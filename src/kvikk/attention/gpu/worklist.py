@@ -281,7 +281,7 @@ def decode_waves(tile: Tile) -> int:
 
     Parts of many rows take long to write and to join.
     """
-    return 5 if tile.rows == 8 or (tile.warps == 4 and tile.rows == 16) else 2
+    return 5 if tile.warps == 4 and tile.rows <= 16 else 2
 
 
 def run_tile(group: int, store: KVStore, tokens: int) -> Tile:

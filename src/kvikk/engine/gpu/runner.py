@@ -48,6 +48,8 @@ GRAPH_TOKENS: Final = (64, 128, 256, 512)
 """Tokens of prompts of the steps that are captured; longer ones keep the GPU busy while they are launched."""
 VERIFICATION_TOKENS: Final = (*GRAPH_TOKENS, 1024, 2048)
 """Tokens of the steps that are captured of those that verify drafts: the host has more to do before and after them."""
+ROOMY: Final = 4
+"""Times its tokens that a verification may be padded to: a capture takes as long as dozens of steps."""
 
 NO_TOKEN: Final = RowResult([])
 
@@ -354,7 +356,10 @@ class GpuRunner:
         if shape in self._captured:
             return self._captured[shape]
         is_like_a_captured_one = replace(shape, ragged=False, watched=False) in self._captured
-        is_like_a_captured_one |= content.only_verifies and 0 < shape.tokens <= VERIFICATION_TOKENS[-1]
+        if content.only_verifies and 0 < shape.tokens <= VERIFICATION_TOKENS[-1]:
+            if roomy := self._roomy(shape):
+                return roomy
+            is_like_a_captured_one = True
         if self._captures and is_like_a_captured_one:
             log.info("capturing a graph for compressed rows or for verifying drafts: %s", shape)
             return self._capture(shape)
@@ -363,6 +368,17 @@ class GpuRunner:
         if len(self._eager) > KEPT_SHAPES:
             del self._eager[next(iter(self._eager))]
         return program
+
+    def _roomy(self, shape: StepShape) -> StepProgram | None:
+        """A captured verification, for as long runs, that is no more than `ROOMY` times as large."""
+        fitting = [
+            other
+            for other in self._captured
+            if (other.short_runs, other.ragged, other.watched) == (shape.short_runs, shape.ragged, shape.watched)
+            and all(getattr(other, size) >= getattr(shape, size) for size in ("singles", "runs", "tokens", "outputs"))
+            and other.all_tokens <= ROOMY * shape.all_tokens
+        ]
+        return self._captured[min(fitting, key=lambda other: other.all_tokens)] if fitting else None
 
     def _send(self, content: StepContent, shape: StepShape) -> None:
         if len(content.writes) > 2 * TABLE_WRITES:
