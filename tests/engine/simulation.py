@@ -17,7 +17,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -45,7 +45,7 @@ from kvikk.memory import BlockPool, Body, Held, MemoryConfig, Moves
 from kvikk.memory.body import IntArray
 from kvikk.memory.sizing import HostUse
 from kvikk.prefix import KeySpace
-from kvikk.types import BlockId, BlockKey
+from kvikk.types import BlockId, BlockKey, Position
 
 PAGE = 4
 LANES = 3
@@ -399,7 +399,8 @@ class ShadowRunner:
         drawn: list[SampledToken | None] = []
         for task in sampling_tasks(scheduled):
             counts = {} if task.history is None else dict(zip(task.history.tokens, task.history.counts, strict=True))
-            prefix_hash = own[task.position - 1]
+            repeat = len(own) - len(scheduled.drafts) - len(scheduled.row.tokens)
+            prefix_hash = own[task.position - 1 + repeat]
             if scheduled.row.draft_of is not None and self.rng.random() < self.wrong_drafts:
                 prefix_hash = self.rng.getrandbits(60)
             token = next_token(prefix_hash, scheduled.row.request, task.choice, counts, task.allowed)
@@ -417,7 +418,7 @@ def content(row: Row, own: list[int], position: int) -> int:
 
 
 def token_count(plan: StepPlan) -> int:
-    return sum(run.length for scheduled in plan.rows for run in scheduled.runs)
+    return plan.repeats * sum(run.length for scheduled in plan.rows for run in scheduled.runs)
 
 
 def host_has_a_say(scheduled: ScheduledRow) -> bool:
@@ -495,6 +496,8 @@ class AheadShadowRunner(ShadowRunner):
         self.spoilt: dict[Row, Spoilt] = {}
         self.launched = 0
         self.launched_over_another = 0
+        self.repeated = 0
+        """Steps that were computed more than once."""
         self.verified_ahead = 0
         """Rows whose drafts were tried before the host knew them."""
         self._left: dict[Row, LeftToken] = {}
@@ -509,10 +512,12 @@ class AheadShadowRunner(ShadowRunner):
     def known_tokens(self, row: Row) -> list[int]:
         """A token that its last step left is taken from there, whether the host knows it by now or not."""
         left = self._left.get(row)
-        if left is None or left.blocks is not row.blocks or left.position != len(row.tokens) - 1:
+        if left is None or left.blocks is not row.blocks or left.position < len(row.tokens) - 1:
             return row.tokens
-        assert row.tokens[-1] in (UNKNOWN, left.token)
-        return [*row.tokens[:-1], left.token]
+        said = self._said[row]
+        known = [said[position] if token == UNKNOWN else token for position, token in enumerate(row.tokens)]
+        assert left.position >= len(known) or known[left.position] == left.token
+        return [*known, *(said[position] for position in range(len(known), left.position + 1))]
 
     def tried(self, scheduled: ScheduledRow) -> Sequence[int]:
         """Drafts are where the small cache left them; any token will do where it is gone, or said none."""
@@ -540,15 +545,36 @@ class AheadShadowRunner(ShadowRunner):
         if any(host_has_a_say(scheduled) for scheduled in plan.rows):
             assert not self.unread, "what the host has a say in is computed when it has read all before"
             assert not any(scheduled.row.pending for scheduled in plan.rows)
+        if plan.repeats > 1:
+            self.repeated += 1
+            assert all(scheduled.row.draft_of is not None for scheduled in plan.rows)
+            return self._compute_again_and_again(plan)
         found = super().compute(plan)
         for scheduled, result in zip(plan.rows, found, strict=True):
             row = scheduled.row
             self._left.pop(row, None)
             if scheduled.samples and not scheduled.drafts and not host_has_a_say(scheduled):
                 token = result.tokens[0].token_id if result.tokens else 0
-                self._left[row] = LeftToken(row.blocks, len(row.tokens), token)
-                self._said.setdefault(row, {})[len(row.tokens)] = token
+                position = scheduled.runs[-1].stop
+                self._left[row] = LeftToken(row.blocks, position, token)
+                self._said.setdefault(row, {})[position] = token
         return found
+
+    def _compute_again_and_again(self, plan: StepPlan) -> list[RowResult]:
+        """Each time from where the time before has left the rows. A draft ends before the first token that is bad."""
+        said: list[list[SampledToken]] = [[] for _ in plan.rows]
+        ended: set[int] = set()
+        for repeat in range(plan.repeats):
+            rows = [
+                scheduled._replace(runs=[run._replace(start=Position(run.start + repeat)) for run in scheduled.runs])
+                for scheduled in plan.rows
+            ]
+            for index, result in enumerate(self.compute(replace(plan, rows=rows, repeats=1))):
+                if not result.tokens:
+                    ended.add(index)
+                elif index not in ended:
+                    said[index] += result.tokens
+        return [RowResult(tokens) for tokens in said]
 
     def _launch(self, plan: StepPlan) -> ShadowStep:
         assert len(self.unread) <= 1, "there is room for the tokens of two steps"
@@ -676,7 +702,8 @@ class World:
 
     def _check_rows(self, requests: list[Request]) -> None:
         """What the host does not know is on its way, and of nothing that it does not know is there a key."""
-        planned = [scheduled for step in self.engine._in_flight for scheduled in step.plan.rows]
+        plans = [step.plan for step in self.engine._in_flight]
+        planned = [scheduled for plan in plans for scheduled in plan.rows * plan.repeats]
         flying = [scheduled.row for scheduled in planned if scheduled.samples and not scheduled.drafts]
         for request in requests:
             caches = [row.drafting.cache for row in request.rows if row.drafting and row.drafting.cache]

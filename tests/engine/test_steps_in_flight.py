@@ -402,3 +402,23 @@ def test_a_request_that_is_given_up_while_its_drafts_are_verified_leaves_nothing
     world.step()
     assert not world.engine.has_work
     assert world.engine.pool.held == 0
+
+
+def test_the_drafts_of_a_round_are_started_as_one_step_and_verified_behind_it() -> None:
+    world, runner = drafting_world()
+    world.add(prompt_of(24), max_tokens=20, ignore_eos=True, kv_cache=LOSSLESS)
+    step_until(world, lambda: any(step.plan.repeats > 1 for step in runner.unread))
+    (drafting,) = runner.unread
+    assert drafting.plan.repeats == 3
+    world.step()
+    (verifying,) = runner.unread  # what was drafted has been read since
+    assert [len(scheduled.drafts) for scheduled in verifying.plan.rows] == [3]
+    assert runner.verified_ahead == 1
+
+
+def test_where_other_rows_decode_plainly_drafts_are_computed_step_by_step() -> None:
+    world, runner = drafting_world()
+    world.add(prompt_of(24), max_tokens=12, ignore_eos=True, kv_cache=LOSSLESS)
+    world.add(prompt_of(24, 1), max_tokens=30, ignore_eos=True)
+    step_until(world, lambda: len(world.engine.requests) == 1)
+    assert runner.repeated == 0

@@ -131,7 +131,7 @@ class Engine:
         self._eos = frozenset(token for token in limits.eos_token_ids if token < limits.vocabulary)
         self._requests: dict[str, Request] = {}
         self._ahead = runner if isinstance(runner, AheadRunner) else None
-        self.scheduler.rounds.verifies_ahead = self._ahead is not None
+        self.scheduler.rounds.runs_ahead = self._ahead is not None
         self._in_flight: deque[_InFlight] = deque()
         self._outputs: list[EngineOutput] = []
         """Not handed out yet: kept here, so that an interrupt in the midst of a step loses none."""
@@ -279,7 +279,8 @@ class Engine:
         self._in_flight.append(_InFlight(plan, started, any(scheduled.drafts for scheduled in plan.rows)))
         for scheduled in plan.rows:
             if scheduled.samples and not scheduled.drafts:
-                self._expect(scheduled.row)
+                for _ in range(plan.repeats):
+                    self._expect(scheduled.row)
 
     def _execute(self, plan: StepPlan) -> None:
         """Compute a step and read it."""
@@ -288,6 +289,7 @@ class Engine:
             plan = replace(plan, rows=rows, tokens=sum(run.length for scheduled in rows for run in scheduled.runs))
         if not rows:
             return
+        plan.repeats = 1  # what is left is planned anew
         try:
             computed = self._runner.execute(plan)
         except Exception as error:
@@ -314,8 +316,8 @@ class Engine:
 
     def _take(self, plan: StepPlan, computed: list[RowResult]) -> None:
         """Hand a step's results to its rows; some may have ended since it was started."""
-        self.steps += 1
-        self.computed_tokens += plan.tokens
+        self.steps += plan.repeats
+        self.computed_tokens += plan.tokens * plan.repeats
         self._note_time(plan)
         if self.tier is not None:
             self.tier.speed.note_computed(plan)
@@ -330,7 +332,7 @@ class Engine:
         )
         for scheduled, result, accepted in results:
             if scheduled.row.draft_of is not None:
-                self._draft(scheduled, result, len(accepted))
+                self._draft(scheduled, result, len(accepted) + 1 if scheduled.drafts else plan.repeats)
             elif scheduled.drafts:
                 self._outputs += self._verify(scheduled, result, len(accepted))
             else:
@@ -470,13 +472,14 @@ class Engine:
             outputs[0] = outputs[0]._replace(prompt_logprobs=request.prompt_logprobs)
         return outputs
 
-    def _draft(self, scheduled: ScheduledRow, result: RowResult, accepted: int) -> None:
-        """A small cache has said a token, or can say none. After an end token there is nothing to draft.
+    def _draft(self, scheduled: ScheduledRow, result: RowResult, most: int) -> None:
+        """A small cache has said some tokens, or can say none. After an end token there is nothing to draft.
 
         Args:
             scheduled: its part of the step.
             result: of that.
-            accepted: of the tokens that were proposed to it.
+            most: tokens that it has said, where all could be sampled: the next one of each repeat, or those that were
+                proposed to it as far as they agree, and the one after them.
         """
         cache = scheduled.row
         row = cache.draft_of
@@ -486,15 +489,15 @@ class Engine:
         if not cache.pending and not drafting.missing:  # the round ended with a token that the step was ahead of
             return
         if drafting.below is not None:
-            drafting.below.note_step(len(scheduled.drafts), accepted)
-        said = [token.token_id for token in result.tokens[: accepted + 1]]
-        drafting.is_over = not said
+            drafting.below.note_step(len(scheduled.drafts), most - 1)
+        said = [token.token_id for token in result.tokens[:most]]
+        drafting.is_over = len(said) < most
         for token in said:
             cache.append(token)
             if cache.grammar is not None:
                 cache.grammar.advance(token)
-            drafting.is_over = token in cache.request.stop_ids
-            if drafting.is_over:
+            if token in cache.request.stop_ids:
+                drafting.is_over = True
                 break
         if drafting.is_over:
             cache.settle()

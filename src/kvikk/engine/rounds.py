@@ -39,6 +39,9 @@ NEAR_TIES: Final = (0.0, 0.125, 0.25)
 EVEN, HOPELESS = 0.5, 0.1
 """Chances that all tokens of a draft are right, at which a row on the host queues for the link, and drafts no more."""
 
+MOST_REPEATS: Final = 8
+"""Draft steps that are started as one: what a request that comes meanwhile waits for."""
+
 LEAST_GAIN: Final = 1.03
 """By which the model must say that the device commits more before rows part: it is a model."""
 
@@ -86,8 +89,8 @@ class DraftRounds:
 
     def __init__(self, kv: KVMemory, max_model_len: int) -> None:
         self.times = StepTimes()
-        self.verifies_ahead = False
-        """Whether a step can be started that verifies drafts which are still being computed."""
+        self.runs_ahead = False
+        """Whether a step can be started on tokens that are still being computed: from the last one, or to verify."""
         self.counters = DraftCounters()
         self.fallbacks: Counter[Fallback] = Counter()
         """How often a row began to decode plainly, and why."""
@@ -160,7 +163,23 @@ class DraftRounds:
             kinds.discard(StepKind.PLAIN)
         (kind, *others) = kinds
         if kind is not None and not others and seconds > 0:
-            self.times.record(kind, rows=len(plan.rows), tokens=plan.tokens, seconds=seconds)
+            self.times.record(kind, rows=len(plan.rows), tokens=plan.tokens, seconds=seconds / plan.repeats)
+
+    def repeats(self, plan: StepPlan) -> int:
+        """How often a step can be computed without the host: where nothing but drafting is done in it, until the first
+        of its rows has drafted what it is to, or until it is time to look who came meanwhile."""
+        if not (self.runs_ahead and plan.rows):
+            return 1
+        missing = MOST_REPEATS
+        for scheduled in plan.rows:
+            row = scheduled.row.draft_of
+            if row is None or scheduled.drafts or row.rest is not None or not row.request.is_plain:
+                return 1
+            state = _state(row)
+            if state.below is not None and state.below.is_hopeful:
+                return 1
+            missing = min(missing, state.missing)
+        return max(1, missing)  # a small cache that was given up since it was planned has nothing to draft
 
     # Rows that look up
 
@@ -231,7 +250,7 @@ class DraftRounds:
         """
         drafts = [_state(row).tokens for row in begun]
         for row, drafted in zip(begun, drafts, strict=True):
-            if UNKNOWN in drafted and not (self.verifies_ahead and row.request.is_plain):
+            if UNKNOWN in drafted and not (self.runs_ahead and row.request.is_plain):
                 return
         for row in self._ready(fresh, plan):
             self._add(row, [], plan)

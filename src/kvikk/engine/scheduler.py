@@ -107,6 +107,8 @@ class Scheduler:
                 plan.add(row, self._step_tokens - plan.tokens)
         if not plan.preempted:
             self._admit(plan)
+        if drafting:
+            plan.repeats = self.rounds.repeats(plan)
         return plan
 
     def commit(self, computed: Iterable[tuple[ScheduledRow, Sequence[int]]]) -> None:

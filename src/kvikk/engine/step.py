@@ -74,6 +74,9 @@ class StepPlan:
     preempted: int = 0
     has_lossless: bool = False
     """Whether some of the rows decode losslessly, or are their small caches."""
+    repeats: int = 1
+    """How often it is computed, each time going on from the tokens that the time before has sampled: small caches alone
+    are drafted with so. All figures of the rows are those of the first time, but each gets as many tokens."""
     is_cold: bool = False
     """Whether the runner made something for the step that later ones find made: what it took tells nothing of them."""
 
@@ -98,8 +101,8 @@ class RowResult(NamedTuple):
     """What a step gave one row.
 
     Args:
-        tokens: as many as its `samples`; none, where its logits were not finite or its grammar allowed no token. Where
-            drafts were tried: those before the first such place.
+        tokens: as many as its `samples`, times the plan's `repeats`; none, where its logits were not finite or its
+            grammar allowed no token. Where drafts were tried, and of repeats: those before the first such place.
         prompt_logprobs: of the tokens that follow its `scores`.
         leads: where drafts were tried and the likeliest token is the one: by how much its logit leads the next one's,
             for each of the tokens.

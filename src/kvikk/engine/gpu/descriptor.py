@@ -111,6 +111,12 @@ class StepContent:
     ragged: bool = False
     watched: bool = False
 
+    def going_on(self) -> StepContent:
+        """The same step again, of rows with one query, which go on from the tokens that the device has sampled."""
+        singles = self.singles.copy()
+        singles[1::SINGLE] = [flags | FROM_DEVICE for flags in singles[1::SINGLE]]
+        return StepContent(singles=singles, outputs=self.outputs, ragged=self.ragged, watched=self.watched)
+
     def words(self, shape: StepShape) -> int:
         """How long the packed descriptor is."""
         return shape.fixed_words + len(self.commands) + len(self.writes)

@@ -31,6 +31,7 @@ from kvikk.engine.gpu.seats import Mirror, SeatMap, seat_command
 from kvikk.engine.gpu.state import SeatState, said_by
 from kvikk.engine.queries import WatchedQueries
 from kvikk.engine.request import UNKNOWN
+from kvikk.engine.rounds import MOST_REPEATS
 from kvikk.engine.runner import ModelRunner, is_led, sampling_tasks, usable_tokens
 from kvikk.engine.sampler import SampledToken, leads, sample
 from kvikk.engine.step import RowResult, ScheduledRow, StepPlan
@@ -136,7 +137,8 @@ class GpuRunner:
         self._captured: dict[StepShape, StepProgram] = {}
         self._eager: dict[StepShape, StepProgram] = {}
         self._captures = is_cuda and not enforce_eager
-        self._tokens = [torch.zeros(most_outputs, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
+        most_tokens = max(most_outputs, MOST_REPEATS * max_rows)
+        self._tokens = [torch.zeros(most_tokens, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
         self._leads = [torch.zeros(most_outputs, dtype=torch.float32, pin_memory=is_cuda) for _ in range(2)]
         self._done = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
         self._turn = 0
@@ -197,11 +199,13 @@ class GpuRunner:
             outputs = len(content.outputs) // OUTPUT
             program = self._program(content, outputs)
             plan.is_cold, program.is_new = program.is_new, False
-            self._send(content, program.shape)
-            program.launch()
             turn = self._turn ^ 1
-            tokens = self._tokens[turn][:outputs]
-            tokens.copy_(program.result[:outputs], non_blocking=True)
+            tokens = self._tokens[turn][: plan.repeats * outputs].view(plan.repeats, outputs)
+            for repeat, found in enumerate(tokens):
+                if repeat < 2:
+                    self._send(content if repeat == 0 else content.going_on(), program.shape)
+                program.launch()
+                found.copy_(program.result[:outputs], non_blocking=True)
             found_leads = None
             if plan.has_lossless and self._machine.numerics == "fast" and any(row.drafts for row in plan.rows):
                 assert program.logits is not None
@@ -260,7 +264,8 @@ class GpuRunner:
             has_known_end = is_plain(scheduled)
             wanted.append(RowOutputs(index, count, not has_known_end))
             # Where drafts were tried the host will say which of the tokens the row goes on from.
-            mirror.position = len(mirror.row.tokens) if has_known_end and not scheduled.drafts else -1
+            known_position = len(mirror.row.tokens) + plan.repeats - 1
+            mirror.position = known_position if has_known_end and not scheduled.drafts else -1
         return content, wanted
 
     def _name_drafts(self, scheduled: ScheduledRow, content: StepContent) -> None:
@@ -412,7 +417,7 @@ class StartedStep:
         plan: what was asked for.
         program: what computes it.
         outputs: whose they are, in their order.
-        tokens: `[outputs]` int32 on the host, filled when `done`; -1: there can be no token.
+        tokens: `[repeats, outputs]` int32 on the host, filled when `done`; -1: there can be no token.
         done: None where everything is done at once.
         leads: `[outputs]` fp32 on the host, filled when `done`, see `RowResult`; None: no drafts were tried.
     """
@@ -430,15 +435,17 @@ class StartedStep:
             self.done.synchronize()
         rows = self.plan.rows
         results = [NO_TOKEN] * len(rows)
-        drawn = self.tokens.tolist()
+        drawn = self.tokens.t().flatten().tolist()  # those of an output follow one another
+        repeats = self.plan.repeats
         found_leads = [] if self.leads is None else self.leads.tolist()
         at = 0
         for index, count, _ in self.outputs:
-            tokens = drawn[at : at + count]
+            tokens = drawn[at * repeats : (at + count) * repeats]
             if min(tokens) >= 0:
                 usable = [SampledToken(token) for token in tokens]
             else:
-                usable = usable_tokens(rows[index], [SampledToken(token) if token >= 0 else None for token in tokens])
+                found = [SampledToken(token) if token >= 0 else None for token in tokens]
+                usable = usable_tokens(rows[index], found, is_draft=repeats > 1)
             of_row: Sequence[float] = ()
             if found_leads and rows[index].drafts and is_led(rows[index]):
                 of_row = found_leads[at : at + count]
