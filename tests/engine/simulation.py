@@ -212,11 +212,14 @@ class ShadowCompressor:
     def keeps_everything(self, row: Row) -> bool:
         return row.front <= 6
 
-    def next_trigger(self, row: Row) -> tuple[int | None, range]:
+    def next_trigger(self, row: Row, after: int | None = None) -> tuple[int | None, range]:
         params = row.request.kv_cache
         assert params is not None
-        if row.compress_at is None:
-            at: int | None = max(len(row.request.prompt_token_ids), len(row.tokens))
+        at: int | None
+        if after is not None:
+            at = len(row.tokens) + max(after, 5)
+        elif row.compress_at is None:
+            at = max(len(row.request.prompt_token_ids), len(row.tokens))
         else:
             at = None if params.every is None else row.compress_at + params.every
         looks_at = 5 if row.request.seed % 3 else 0

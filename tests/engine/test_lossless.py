@@ -494,3 +494,23 @@ def test_a_request_that_comes_later_gets_the_room_of_small_caches(model: LlamaMo
         engine.check()
     assert texts([one, two]) == plain
     assert engine.scheduler.preemptions == 0
+
+
+def test_a_row_that_found_no_room_for_its_small_cache_gets_one_when_there_is(model: LlamaModel) -> None:
+    long = (prompt_of(160, seed=1), {"max_tokens": 120, "ignore_eos": True})
+    short = (prompt_of(160, seed=2), {"max_tokens": 8, "ignore_eos": True})
+    plain = texts(run(engine_on(model), [short, long]))
+    engine = engine_on(model, blocks=31, caching=False)
+    requests = [
+        engine.add(prompt, SamplingParams(temperature=0.0, kv_cache=small(budget=0.5), **options))
+        for prompt, options in (short, long)
+    ]
+    had_none = False
+    while engine.has_work:
+        engine.step()
+        engine.check()
+        (row,) = requests[1].rows
+        had_none |= row.has_begun and row.drafting.cache is None  # type: ignore[union-attr]
+    assert texts(requests) == plain
+    assert had_none
+    assert drafts([requests[1]])["accepted"] > 0

@@ -52,9 +52,9 @@ class PageCounter:
         """See `Compressor.keeps_everything`."""
         return self._compressor.keeps_everything(row)
 
-    def next_trigger(self, row: Row) -> tuple[int | None, range]:
+    def next_trigger(self, row: Row, after: int | None = None) -> tuple[int | None, range]:
         """See `Compressor.next_trigger`."""
-        return self._compressor.next_trigger(row)
+        return self._compressor.next_trigger(row, after)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,11 +78,14 @@ class PolicyCompressor:
         budget = method.budget.slots(row.front, token_bytes=self.token_bytes(method))
         return budget >= row.front and not self._notes(method)
 
-    def next_trigger(self, row: Row) -> tuple[int | None, range]:
+    def next_trigger(self, row: Row, after: int | None = None) -> tuple[int | None, range]:
         """See `Compressor.next_trigger`."""
         params = row.request.kv_cache
         assert params is not None
-        if row.compress_at is None:  # a lossless row that was preempted is computed again to its last token
+        if after is not None:
+            window = watch_window(params, PROMPT_QUERIES)
+            trigger = len(row.tokens) + max(after, window)
+        elif row.compress_at is None:  # a lossless row that was preempted is computed again to its last token
             trigger = max(len(row.request.prompt_token_ids), len(row.tokens))
             window = watch_window(params, PROMPT_QUERIES)
         elif params.every is None:

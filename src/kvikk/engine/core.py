@@ -357,12 +357,12 @@ class Engine:
         for row in [row for row in self.scheduler.due if row not in flying]:
             if not row.is_due:  # the row before it has taken its memory
                 continue
-            is_done = True
+            is_done = has_room = True
             try:
                 if row.drafting is None:
                     is_done = self.kv.compact(row, self.scheduler.find_room)
                 elif self.scheduler.rounds.wants_cache(row):
-                    self.kv.copy_kept(row)
+                    has_room = self.kv.copy_kept(row)
                 else:
                     self.kv.give_up_drafts(row)
             except Exception as error:
@@ -377,6 +377,8 @@ class Engine:
             if is_done:
                 self.scheduler.due.remove(row)
                 self.kv.plan_trigger(row)
+            if not has_room:
+                self.kv.want_cache_later(row)
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
         """A step is lost: its rows end, with what was in flight before it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from kvikk.memory import BlockPool, Body, FramePool, Held, Moves, frames_wanted,
 from kvikk.memory.body import IntArray
 from kvikk.prefix import PrefixCache
 from kvikk.types import BlockId, Position
+
+RETRY_TOKENS: Final = 64
+"""That a lossless row writes before it is tried for the first time whether there is room for its small cache now."""
 
 
 class KVBytes(Protocol):
@@ -104,8 +107,13 @@ class Compressor(Protocol):
         """Whether the budget holds all tokens of the row, so that there is nothing to choose."""
         ...
 
-    def next_trigger(self, row: Row) -> tuple[int | None, range]:
-        """The row's first trigger, or the one after `row.compress_at`, and positions whose queries it needs then."""
+    def next_trigger(self, row: Row, after: int | None = None) -> tuple[int | None, range]:
+        """The row's first trigger, or the one after `row.compress_at`, and positions whose queries it needs then.
+
+        Args:
+            row: of which.
+            after: whatever was asked for: one when the row has written so many tokens more, or a few more than that.
+        """
         ...
 
 
@@ -260,13 +268,25 @@ class KVMemory:
         self._note(row, live / self.store.lanes, float(choice.counts.mean()), frames_freed)
         return True
 
-    def copy_kept(self, row: Row) -> None:
+    def want_cache_later(self, row: Row) -> None:
+        """A lossless row has no small cache for want of room: have it come to a trigger again, each time a longer while
+        later, as what it would keep is chosen before it is known whether there is room."""
+        assert self.compressor is not None
+        assert row.drafting is not None
+        if row.compress_at is None or row.front >= row.compress_at:
+            row.set_trigger(*self.compressor.next_trigger(row, RETRY_TOKENS << row.drafting.refusals))
+        row.drafting.refusals += 1
+
+    def copy_kept(self, row: Row) -> bool:
         """A lossless row is at its trigger: make its small cache anew, a copy of what its policy keeps.
 
         It gets room as far as that takes nothing from other rows; without, the row goes on with none.
 
         Args:
             row: all its positions below `row.compress_at` are computed, and no more.
+
+        Returns:
+            False when there was no room.
 
         Raises:
             KvikkError: the policy broke its contract; the row has no small cache.
@@ -275,18 +295,18 @@ class KVMemory:
         assert row.drafting is not None
         self.give_up_drafts(row)
         if self.compressor.keeps_everything(row):
-            return
+            return True
         stop = Position(row.front // self.page_size * self.page_size)
         everything = self._held(row, row.blocks)
         choice = self.compressor.choose(row, everything, stop)
         if int(choice.counts.min()) == row.front:  # a budget that holds so short a text
-            return
+            return True
         counts = choice.counts - (row.front - stop)
         held = everything.first(stop // self.page_size, self.page_size)
         frames = int(frames_wanted(held, counts, self.page_size).sum())
         while (blocks := self.frames.blocks_needed(frames)) > self.pool.free:  # joining takes free frames as well
             if not self.make_room(blocks) and not self._part_one_more():
-                return
+                return False
         fresh = self.frames.take(frames)
         keep = choice.keep[:, : held.live.shape[1]]
         plan = plan_compaction(held, keep, counts, fresh, stop=stop, page_size=self.page_size)
@@ -300,6 +320,7 @@ class KVMemory:
         if self.rests is not None:
             self.rests.keep(row)
         self._tell_usage(row, float(choice.counts.mean()), 0)
+        return True
 
     def _part_one_more(self) -> bool:
         """Where rows part with their whole KV anyway, have another one do so, so that this one can too."""
@@ -327,6 +348,7 @@ class KVMemory:
         row = next(self._drafting_on_whole(), None)
         if row is not None:
             self.give_up_drafts(row)
+            self.want_cache_later(row)
         return row is not None
 
     def give_up_drafts_for(self, blocks: int, most: float) -> bool:
@@ -353,6 +375,7 @@ class KVMemory:
             return False
         for row in victims:
             self.give_up_drafts(row)
+            self.want_cache_later(row)
         return True
 
     def _drafting_on_whole(self) -> Iterator[Row]:

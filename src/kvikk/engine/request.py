@@ -159,6 +159,7 @@ class Drafting:
         length: tokens to draft in this round; 0: none has begun.
         base: tokens of the row when its last round began: those that its small cache has too.
         is_over: whether the small cache has nothing more to say in this round: it came to an end token, or to no token.
+        refusals: how often there was no room for a small cache, or it was needed for something else.
     """
 
     record: RowDrafts
@@ -168,6 +169,7 @@ class Drafting:
     length: int = 0
     base: int = 0
     is_over: bool = False
+    refusals: int = 0
 
     @classmethod
     def of(cls, params: KVCacheParams | None, tokens: Sequence[int]) -> Drafting | None:
