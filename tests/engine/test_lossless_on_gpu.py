@@ -22,6 +22,7 @@ METHODS: list[dict[str, Any] | None] = [
     SMALL | {"policy": "knorm"},
     None,
     SMALL | {"policy": "h2o", "draft_tokens": None, "allocator": "pooled"},
+    SMALL | {"policy": "streaming", "draft_tokens": 12},
 ]
 LOOPS: dict[str, Any] = {"frequency_penalty": -2.0}
 
