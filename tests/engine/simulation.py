@@ -308,9 +308,15 @@ class ShadowRunner:
 
     def execute(self, plan: StepPlan) -> list[RowResult]:
         """Run a plan."""
-        results = self.watched(lambda: self.compute(plan))
+        results = self.watched(lambda: self._execute(plan))
         self.computed_tokens += token_count(plan)
         return results
+
+    def _execute(self, plan: StepPlan) -> list[RowResult]:
+        for scheduled in plan.rows:
+            known = len(scheduled.row.tokens) + len(scheduled.drafts)
+            assert scheduled.runs[-1].stop <= known, "all before has been read: what is computed now is known"
+        return self.compute(plan)
 
     def watched(self, run: Callable[[], T]) -> T:
         """The engine survives a step that fails, so a violation is kept for the world to raise."""

@@ -27,6 +27,7 @@ from kvikk.engine.gpu.descriptor import (
     StepContent,
     StepShape,
 )
+from kvikk.engine.gpu.program import StepProgram
 from kvikk.engine.gpu.runner import GpuRunner, decode_sizes
 from kvikk.engine.gpu.seats import SeatMap
 from kvikk.engine.request import Request, Row
@@ -362,3 +363,21 @@ def test_compressed_rows_get_the_texts_of_the_plain_runner_in_eager_and_captured
     disturbed = run("eager", jobs, kernel_device, passes=1, preempt_every=3, watch_window=watch_window)
     assert disturbed.preemptions > 3
     assert disturbed.texts == plain.texts
+
+
+@pytest.mark.usefixtures("few_runs")
+def test_a_verification_takes_a_larger_graph_but_none_with_other_places_for_its_outputs(
+    kernel_device: torch.device,
+) -> None:
+    runner = run("eager", [([1, 2, 3], {"max_tokens": 1})], kernel_device, passes=1).runner
+    assert isinstance(runner, GpuRunner)
+    wanted = StepShape(singles=0, runs=32, tokens=64, outputs=64, short_runs=8)
+    larger = StepShape(singles=0, runs=64, tokens=128, outputs=128, short_runs=8)
+    beside_rows = StepShape(singles=ROWS, runs=32, tokens=64, outputs=64 + ROWS, short_runs=8)
+    far_larger = StepShape(singles=0, runs=512, tokens=1024, outputs=1024, short_runs=8)
+    of_longer_runs = StepShape(singles=0, runs=32, tokens=64, outputs=64, short_runs=16)
+    for shape in (beside_rows, far_larger, of_longer_runs):
+        runner._captured[shape] = StepProgram(runner._machine, shape)
+    assert runner._roomy(wanted) is None
+    runner._captured[larger] = StepProgram(runner._machine, larger)
+    assert runner._roomy(wanted) is runner._captured[larger]

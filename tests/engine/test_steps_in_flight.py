@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -422,3 +423,23 @@ def test_where_other_rows_decode_plainly_drafts_are_computed_step_by_step() -> N
     world.add(prompt_of(24, 1), max_tokens=30, ignore_eos=True)
     step_until(world, lambda: len(world.engine.requests) == 1)
     assert runner.repeated == 0
+
+
+@pytest.mark.parametrize("bad_logits", [False, True])
+def test_a_draft_that_ends_early_is_not_computed_on_beside_rows_that_the_host_samples(bad_logits: bool) -> None:
+    """Such a row has all steps read before the next one, which was planned for tokens that never came."""
+    for seed in range(25):
+        rng = random.Random(seed)
+        runner = AheadShadowRunner(0.5)
+        world = World(60, runner=runner, budget=40)
+        for number, draft_tokens in enumerate((12, 3)):  # one goes on when the other has drafted what it is to
+            prompt = [rng.randrange(VOCABULARY) for _ in range(20)]
+            drafts = LOSSLESS | {"draft_tokens": draft_tokens}
+            world.add(prompt, max_tokens=30, seed=seed * 7 + number, kv_cache=drafts)
+        for number in range(60):
+            if rng.random() < 0.2:
+                prompt = [rng.randrange(VOCABULARY) for _ in range(3)]
+                world.add(prompt, max_tokens=2, repetition_penalty=1.5, seed=number)
+            runner.nan_next |= bad_logits and rng.random() < 0.1
+            world.step()
+        world.drain()

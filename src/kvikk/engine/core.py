@@ -284,7 +284,7 @@ class Engine:
 
     def _execute(self, plan: StepPlan) -> None:
         """Compute a step and read it."""
-        rows = [scheduled.known() for scheduled in plan.rows if scheduled.row.finish_reason is None]
+        rows = [scheduled.known() for scheduled in plan.rows if _goes_on(scheduled.row)]
         if rows != plan.rows:  # some ended when the step before was read, or drafted less than they were to
             plan = replace(plan, rows=rows, tokens=sum(run.length for scheduled in rows for run in scheduled.runs))
         if not rows:
@@ -613,6 +613,13 @@ class Engine:
                 f"{self.pool.total}"
             ),
         )
+
+
+def _goes_on(row: Row) -> bool:
+    """Whether a row that was planned still wants to be computed, now that all steps before have been read."""
+    if row.finish_reason is not None:
+        return False
+    return row.draft_of is None or row.draft_of.drafting is None or row.draft_of.drafting.missing > 0
 
 
 def agreeing(drafts: Sequence[int], tokens: Sequence[SampledToken]) -> Sequence[int]:

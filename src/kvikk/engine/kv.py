@@ -314,7 +314,7 @@ class KVMemory:
         self._bodies.add(plan.body)
         cache = Row(request=row.request, choice=row.choice, tokens=[], keys=[], body=plan.body, draft_of=row)
         cache.is_running = True
-        row.drafting.cache = cache
+        row.drafting.cache, row.drafting.refusals = cache, 0
         self.drafting[row] = None
         self._count(cache)
         if self.rests is not None:

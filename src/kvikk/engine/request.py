@@ -159,7 +159,7 @@ class Drafting:
         length: tokens to draft in this round; 0: none has begun.
         base: tokens of the row when its last round began: those that its small cache has too.
         is_over: whether the small cache has nothing more to say in this round: it came to an end token, or to no token.
-        refusals: how often there was no room for a small cache, or it was needed for something else.
+        refusals: how often there was no room for a small cache, or its room was needed, since there last was one.
     """
 
     record: RowDrafts

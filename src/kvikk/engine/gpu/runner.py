@@ -375,12 +375,15 @@ class GpuRunner:
         return program
 
     def _roomy(self, shape: StepShape) -> StepProgram | None:
-        """A captured verification, for as long runs, that is no more than `ROOMY` times as large."""
+        """A captured verification, for as long runs, that is no more than `ROOMY` times as large.
+
+        With as many singles: outputs of runs are counted from behind them, and have been by now.
+        """
         fitting = [
             other
             for other in self._captured
-            if (other.short_runs, other.ragged, other.watched) == (shape.short_runs, shape.ragged, shape.watched)
-            and all(getattr(other, size) >= getattr(shape, size) for size in ("singles", "runs", "tokens", "outputs"))
+            if replace(other, runs=shape.runs, tokens=shape.tokens, outputs=shape.outputs) == shape
+            and all(getattr(other, size) >= getattr(shape, size) for size in ("runs", "tokens", "outputs"))
             and other.all_tokens <= ROOMY * shape.all_tokens
         ]
         return self._captured[min(fitting, key=lambda other: other.all_tokens)] if fitting else None
