@@ -587,7 +587,7 @@ class AheadShadowRunner(ShadowRunner):
 
     def _launch(self, plan: StepPlan) -> ShadowStep:
         assert len(self.unread) <= 1, "there is room for the tokens of two steps"
-        is_awaited = any(scheduled.drafts for step in self.unread for scheduled in step.plan.rows)
+        is_awaited = any(step.plan.tries_drafts for step in self.unread)
         assert not is_awaited, "nothing is planned before it is known which drafts were right"
         found = self.compute(plan)
         fails, self.fail_results_next = self.fail_results_next, False

@@ -184,8 +184,10 @@ def _engine(config: BenchLosslessConfig, lot: Lot) -> tuple[LoadedModel, Engine,
 
 
 def _like_a_lossless_server(lossless: LosslessConfig) -> MakeRunner:
-    """Makes the runner of a server that was started with --lossless and the first policy: on a GPU it has captured what
-    drafting takes before the first request comes."""
+    """Makes the runner of a server with --lossless and the first policy.
+
+    On a GPU it has captured what drafting takes before the first request comes.
+    """
     policies = [policy for policy in names_in(lossless.policies, "--policies") if policy != NGRAM]
     asked = KVCacheConfig(lossless=True)
     if policies:

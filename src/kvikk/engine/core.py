@@ -49,17 +49,10 @@ class EngineOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A step that was started and not read yet.
-
-    Args:
-        plan: what was asked for.
-        step: on its way.
-        is_awaited: whether nothing is planned before it has been read: how many tokens its rows gain is not known.
-    """
+    """A step that was started and not read yet."""
 
     plan: StepPlan
     step: PendingStep
-    is_awaited: bool
 
 
 class Engine:
@@ -276,7 +269,7 @@ class Engine:
             self._collect()
             self._execute(plan)
             return
-        self._in_flight.append(_InFlight(plan, started, any(scheduled.drafts for scheduled in plan.rows)))
+        self._in_flight.append(_InFlight(plan, started))
         for scheduled in plan.rows:
             if scheduled.samples and not scheduled.drafts:
                 for _ in range(plan.repeats):
@@ -299,7 +292,7 @@ class Engine:
 
     def _collect_before_planning(self) -> None:
         """Leave one step in flight, if its rows can go on without its results."""
-        self._collect(down_to=0 if self._in_flight and self._in_flight[-1].is_awaited else 1)
+        self._collect(down_to=0 if self._in_flight and self._in_flight[-1].plan.tries_drafts else 1)
 
     def _collect(self, *, down_to: int = 0) -> None:
         """Read the steps in flight, the oldest first, until so many are left."""

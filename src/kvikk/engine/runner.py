@@ -182,12 +182,11 @@ def is_led(scheduled: ScheduledRow) -> bool:
     return request.is_plain and request.params.is_greedy
 
 
-def usable_tokens(
-    scheduled: ScheduledRow, drawn: Sequence[SampledToken | None], *, is_draft: bool = False
-) -> list[SampledToken]:
-    """What a row gets of what was drawn for it; see `RowResult`. Of a draft, that is what comes before a bad token."""
+def usable_tokens(scheduled: ScheduledRow, drawn: Sequence[SampledToken | None]) -> list[SampledToken]:
+    """What a row gets of what was drawn for it; see `RowResult`."""
     tokens = [token for token in takewhile(lambda token: token is not None, drawn) if token is not None]
-    return tokens if is_draft or scheduled.drafts or len(tokens) == len(drawn) else []
+    is_of_drafts = bool(scheduled.drafts) or scheduled.row.draft_of is not None
+    return tokens if is_of_drafts or len(tokens) == len(drawn) else []
 
 
 def sampling_tasks(scheduled: ScheduledRow) -> list[SamplingTask]:

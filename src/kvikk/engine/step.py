@@ -80,6 +80,11 @@ class StepPlan:
     is_cold: bool = False
     """Whether the runner made something for the step that later ones find made: what it took tells nothing of them."""
 
+    @property
+    def tries_drafts(self) -> bool:
+        """Whether it is not known before it has been read how many tokens some of its rows gain."""
+        return self.has_lossless and any(scheduled.drafts for scheduled in self.rows)
+
     def add(self, row: Row, budget: int) -> None:
         """Let a row compute up to `budget` tokens; it samples when nothing is missing then."""
         runs = row.take(budget)

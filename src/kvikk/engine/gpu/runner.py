@@ -135,6 +135,7 @@ class GpuRunner:
             workspace=Workspace(),
         )
         self._captured: dict[StepShape, StepProgram] = {}
+        """By the shapes that they serve: their own, and smaller ones."""
         self._eager: dict[StepShape, StepProgram] = {}
         self._captures = is_cuda and not enforce_eager
         most_tokens = max(most_outputs, MOST_REPEATS * max_rows)
@@ -207,7 +208,7 @@ class GpuRunner:
                 program.launch()
                 found.copy_(program.result[:outputs], non_blocking=True)
             found_leads = None
-            if plan.has_lossless and self._machine.numerics == "fast" and any(row.drafts for row in plan.rows):
+            if plan.tries_drafts and self._machine.numerics == "fast":
                 assert program.logits is not None
                 found_leads = self._leads[turn][:outputs]
                 found_leads.copy_(leads(program.logits[:outputs]), non_blocking=True)
@@ -363,6 +364,7 @@ class GpuRunner:
         is_like_a_captured_one = replace(shape, ragged=False, watched=False) in self._captured
         if content.only_verifies and 0 < shape.tokens <= VERIFICATION_TOKENS[-1]:
             if roomy := self._roomy(shape):
+                self._captured[shape] = roomy
                 return roomy
             is_like_a_captured_one = True
         if self._captures and is_like_a_captured_one:
@@ -380,13 +382,13 @@ class GpuRunner:
         With as many singles: outputs of runs are counted from behind them, and have been by now.
         """
         fitting = [
-            other
-            for other in self._captured
-            if replace(other, runs=shape.runs, tokens=shape.tokens, outputs=shape.outputs) == shape
-            and all(getattr(other, size) >= getattr(shape, size) for size in ("runs", "tokens", "outputs"))
-            and other.all_tokens <= ROOMY * shape.all_tokens
+            program
+            for program in self._captured.values()
+            if replace(program.shape, runs=shape.runs, tokens=shape.tokens, outputs=shape.outputs) == shape
+            and all(getattr(program.shape, size) >= getattr(shape, size) for size in ("runs", "tokens", "outputs"))
+            and program.shape.all_tokens <= ROOMY * shape.all_tokens
         ]
-        return self._captured[min(fitting, key=lambda other: other.all_tokens)] if fitting else None
+        return min(fitting, key=lambda program: program.shape.all_tokens, default=None)
 
     def _send(self, content: StepContent, shape: StepShape) -> None:
         if len(content.writes) > 2 * TABLE_WRITES:
@@ -447,8 +449,7 @@ class StartedStep:
             if min(tokens) >= 0:
                 usable = [SampledToken(token) for token in tokens]
             else:
-                found = [SampledToken(token) if token >= 0 else None for token in tokens]
-                usable = usable_tokens(rows[index], found, is_draft=repeats > 1)
+                usable = usable_tokens(rows[index], [SampledToken(token) if token >= 0 else None for token in tokens])
             of_row: Sequence[float] = ()
             if found_leads and rows[index].drafts and is_led(rows[index]):
                 of_row = found_leads[at : at + count]
