@@ -43,7 +43,8 @@ class LosslessConfig:
 
     Args:
         at: rows x tokens of a prompt, separated by commas.
-        texts: where prompts are cut from: code, prose, or a folder of text files.
+        texts: where prompts are cut from: code, prose, chat, json, or a folder of text files; several, separated by
+            commas, take turns.
         policies: names of policies, separated by commas; `ngram` looks drafts up instead.
         budgets: what each policy keeps, separated by commas.
         output_len: tokens of an answer.

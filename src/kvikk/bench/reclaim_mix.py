@@ -42,7 +42,7 @@ def real_prompts(source: str, encode: Encode) -> Prompts:
     """Prompts cut from real text, none of which begins where another does.
 
     Args:
-        source: code, prose or a folder; see `texts`.
+        source: see `texts.pieces`.
         encode: of the model's tokenizer.
     """
     return lambda lengths: pieces(source, lengths, encode)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import sysconfig
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 from kvikk.errors import ConfigError
 
-CODE, PROSE = "code", "prose"
+CODE, PROSE, CHAT, JSON = "code", "prose", "chat", "json"
 LONGEST_TOKEN = 8
 """Characters of a token, more than the mean of any text: so much of a text is enough to have its first tokens."""
 
@@ -37,7 +40,7 @@ def documents(source: str, count: int, tokens: int, encode: Encode) -> list[Docu
     """The first texts of a source that are long enough, in the order of their names.
 
     Args:
-        source: `code`, `prose`, or a folder of text files.
+        source: of `texts`.
         count: how many.
         tokens: of each.
         encode: of the model's tokenizer.
@@ -64,47 +67,104 @@ def pieces(source: str, lengths: Iterable[int], encode: Encode) -> Iterator[list
     """Of all texts of a source, one after the other, a piece of each of these many tokens; round again at the end.
 
     Args:
-        source: `code`, `prose`, or a folder of text files.
+        source: of `texts`; several, separated by commas, take turns.
         lengths: in tokens.
         encode: of the model's tokenizer.
 
     Raises:
-        ConfigError: the source is not there, or has no text in it.
+        ConfigError: a source is not there, or has no text in it.
     """
-    rest: list[int] = []
-    more = texts(source)
-    for length in lengths:
+    readers = [_Reader(each, encode) for each in source.split(",")]
+    for length, reader in zip(lengths, cycle(readers), strict=False):
+        yield reader.read(length)
+
+
+class _Reader:
+    """Reads a source's tokens from beginning to end, and again."""
+
+    def __init__(self, source: str, encode: Encode) -> None:
+        self._source = source
+        self._encode = encode
+        self._more = texts(source)
+        self._rest: list[int] = []
+
+    def read(self, length: int) -> list[int]:
         read_from_start = False
-        while len(rest) < length:
-            _, text = next(more, ("", None))
+        while len(self._rest) < length:
+            _, text = next(self._more, ("", None))
             if text is not None:
-                rest += encode(text)
-            elif read_from_start and not rest:
-                raise ConfigError(f"--texts {source!r} has no text in it: name another folder")
+                self._rest += self._encode(text)
+            elif read_from_start and not self._rest:
+                raise ConfigError(f"--texts {self._source!r} has no text in it: name another folder")
             else:
-                more, read_from_start = texts(source), True
-        yield rest[:length]
-        rest = rest[length:]
+                self._more, read_from_start = texts(self._source), True
+        found, self._rest = self._rest[:length], self._rest[length:]
+        return found
 
 
 def texts(source: str) -> Iterator[tuple[str, str]]:
     """Names and texts of a source, in the order of the names; bytes that are no UTF-8 are left out.
 
+    Args:
+        source: `code`, Python's own library; `prose`, its manual; `chat`, questions about that library with what it
+            says of itself for an answer, in ChatML; `json`, the table of characters; or a folder of text files.
+
     Raises:
         ConfigError: it is not there.
     """
     if source == CODE:
-        folder = Path(sysconfig.get_paths()["stdlib"])
-        paths: Iterable[Path] = (path for path in folder.glob("*.py") if not path.name.startswith("_"))
+        yield from _files(_library())
     elif source == PROSE:
         yield from sorted(_language_reference().items())
-        return
+    elif source == CHAT:
+        for name, text in _files(_library()):
+            yield name, _conversation(name.removesuffix(".py"), text)
+    elif source == JSON:
+        yield from _character_tables()
     else:
         if not Path(source).is_dir():
-            raise ConfigError(f"--texts {source!r} is neither {CODE}, {PROSE} nor a folder of text files")
-        paths = (path for path in Path(source).iterdir() if path.is_file())
+            sources = f"{CODE}, {PROSE}, {CHAT}, {JSON}"
+            raise ConfigError(f"--texts {source!r} is none of {sources}, and no folder of text files")
+        yield from _files(path for path in Path(source).iterdir() if path.is_file())
+
+
+def _files(paths: Iterable[Path]) -> Iterator[tuple[str, str]]:
     for path in sorted(paths):
         yield path.name, path.read_text(encoding="utf-8", errors="ignore")
+
+
+def _library() -> Iterator[Path]:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return (path for path in folder.glob("*.py") if not path.name.startswith("_"))
+
+
+def _conversation(module: str, code: str) -> str:
+    """What each documented function and class of a module is for: asked, and answered by its docstring."""
+    turns = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (answer := ast.get_docstring(node)):
+            called = f"{node.name}({ast.unparse(node.args)})" if isinstance(node, ast.FunctionDef) else node.name
+            for role, said in (("user", f"What is `{called}` of Python's {module} for?"), ("assistant", answer)):
+                turns.append(f"<|im_start|>{role}\n{said}<|im_end|>\n")
+    return "".join(turns)
+
+
+def _character_tables() -> Iterator[tuple[str, str]]:
+    """What Unicode says of its characters, a document for each 256 of them."""
+    for first in range(0, 0x3000, 256):
+        records = [
+            {
+                "character": character,
+                "name": unicodedata.name(character),
+                "category": unicodedata.category(character),
+                "lower": character.lower(),
+                "decomposition": unicodedata.decomposition(character).split(),
+            }
+            for character in map(chr, range(first, first + 256))
+            if unicodedata.name(character, None)
+        ]
+        if records:
+            yield f"{first:04x}", json.dumps(records, indent=2)
 
 
 def paragraphs(source: str) -> list[str]:
