@@ -168,7 +168,20 @@ def copy_rows_of(ends: Ends) -> Iterator[Row]:
 # Beside decode attention
 
 
-def decode_graph(args: argparse.Namespace, device: torch.device) -> torch.cuda.CUDAGraph:
+@dataclass(frozen=True)
+class Attention:
+    """Captured attention.
+
+    Args:
+        graph: replays it.
+        layers: what was captured: it keeps all memory that the graph uses.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    layers: Callable[[], None]
+
+
+def decode_attention(args: argparse.Namespace, device: torch.device) -> Attention:
     """Decode attention of a model's shape over its layers, planned and captured."""
     shape = AttentionShape.of_model(named_shape(args.model).config, page_size=16)
     ((rows, context),) = parse_points(args.beside)
@@ -185,14 +198,14 @@ def decode_graph(args: argparse.Namespace, device: torch.device) -> torch.cuda.C
         contender.attend_all(q, out, scale=q.shape[-1] ** -0.5)
 
     layers()
-    return capture(layers)
+    return Attention(capture(layers), layers)
 
 
-def beside(graph: torch.cuda.CUDAGraph, copy: Callable[[], None] | None, copied_bytes: int) -> tuple[float, float]:
-    """Milliseconds of the graph while copies run on a stream of their own, and their GB/s meanwhile.
+def beside(attention: Attention, copy: Callable[[], None] | None, copied_bytes: int) -> tuple[float, float]:
+    """Milliseconds of attention while copies run on a stream of their own, and their GB/s meanwhile.
 
     Args:
-        graph: what is slowed down.
+        attention: what is slowed down.
         copy: begins copies; None: there are none.
         copied_bytes: by each call of it.
     """
@@ -209,7 +222,7 @@ def beside(graph: torch.cuda.CUDAGraph, copy: Callable[[], None] | None, copied_
     while len(times_ms) < LEAST_REPLAYS or (copies and not _is_over(ended)):
         first, last = _event(), _event()
         first.record()
-        graph.replay()
+        attention.graph.replay()
         last.record()
         last.synchronize()
         if not copies or not _is_over(ended):  # copies were under way until its end
@@ -221,15 +234,15 @@ def beside(graph: torch.cuda.CUDAGraph, copy: Callable[[], None] | None, copied_
     return statistics.median(times_ms), copies * copied_bytes / seconds / 1e9 if copies else 0.0
 
 
-def beside_rows(ends: Ends, graph: torch.cuda.CUDAGraph) -> Iterator[Row]:
+def beside_rows(ends: Ends, attention: Attention) -> Iterator[Row]:
     """How much each number of programs slows decode attention down, and the copy engines by one large piece."""
-    beside(graph, None, 0)
-    alone_ms, _ = beside(graph, None, 0)
+    beside(attention, None, 0)
+    alone_ms, _ = beside(attention, None, 0)
     words, copies = ends.host.shape[1], len(ends.of_host)
     for direction in DIRECTIONS:
         ways = [("kernel", programs, by_kernel(ends, direction, programs)) for programs in PROGRAMS]
         for name, programs, copy in [*ways, ("one piece", None, as_one_piece(ends, direction))]:
-            beside_ms, rate = beside(graph, copy, copies * words * WORD_BYTES)
+            beside_ms, rate = beside(attention, copy, copies * words * WORD_BYTES)
             yield {
                 "measured": "beside attention", "block_kib": words * WORD_BYTES // 1024, "direction": direction,
                 "way": name, "programs": programs, "gb_per_s": rate, "alone_ms": alone_ms, "beside_ms": beside_ms,
@@ -283,14 +296,14 @@ def main(given: list[str] | None = None) -> None:
     is_gpu = device.type == "cuda"
     if not is_gpu:
         print("no GPU: copies are checked, the kernel, times and decode attention are skipped")
-    graph = decode_graph(args, device) if is_gpu else None
+    attention = decode_attention(args, device) if is_gpu else None
     rows: list[Row] = []
     for block_kib in args.block_kib:
         ends = Ends.make(block_kib * 1024, args.copied_mib * 2**20, device)
         check(ends)
-        if graph is not None:
+        if attention is not None:
             rows += copy_rows_of(ends)
-            rows += beside_rows(ends, graph)
+            rows += beside_rows(ends, attention)
     if rows:
         show(rows)
     if args.output is not None:
