@@ -38,7 +38,7 @@ from kvikk.engine.request import UNKNOWN, FinishReason, Request, Row
 from kvikk.engine.runner import sampling_tasks, usable_tokens
 from kvikk.engine.sampler import SampledToken
 from kvikk.engine.sampling_params import SamplingParams
-from kvikk.engine.step import RowResult, ScheduledRow, StepPlan
+from kvikk.engine.step import PendingStep, RowResult, ScheduledRow, StepPlan
 from kvikk.errors import PinRefused, PolicyFailed
 from kvikk.grammar import StructuredOutputsParams
 from kvikk.memory import BlockPool, Body, Held, MemoryConfig, Moves
@@ -477,6 +477,9 @@ class ShadowStep:
             self.runner.interrupt_results_next = False
             raise KeyboardInterrupt
         return self.runner.watched(self._read)
+
+    def seconds(self, until: PendingStep | None = None) -> float | None:
+        return None
 
     def _read(self) -> list[RowResult]:
         runner = self.runner

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from kvikk.engine.gpu.sampling import BLOCK, DeviceSampling, SampledOnDevice, sample_on_device
-from kvikk.engine.sampler import SamplingTask, sample
+from kvikk.engine.sampler import SamplingTask, leads, sample
 from kvikk.engine.sampling_params import SamplingParams
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -61,8 +61,14 @@ def on_device(table: Tensor, tasks: list[SamplingTask], device: torch.device) ->
         seats=column(order, torch.int32),
         positions=column([t.position for t in tasks], torch.int64),
     )
-    out = SampledOnDevice(tokens=column([-7] * rows, torch.int64), is_bad=column([-7] * rows, torch.int32))
+    out = SampledOnDevice(
+        tokens=column([-7] * rows, torch.int64),
+        is_bad=column([-7] * rows, torch.int32),
+        leads=column([-7.0] * rows, torch.float32),
+    )
     sample_on_device(table.to(device), params, out)
+    is_finite = table.isfinite().all(-1)
+    assert torch.equal(out.leads.cpu()[is_finite], leads(table)[is_finite])
     found = zip(out.tokens.tolist(), out.is_bad.tolist(), strict=True)
     return [{0: token, 1: None}[is_bad] for token, is_bad in found]
 
@@ -180,7 +186,7 @@ def test_a_captured_graph_samples_by_the_parameters_of_its_replay(kernel_device:
         temperature=zeros.clone(), top_k=zeros.int(), top_p=zeros + 0.9, min_p=zeros.clone(), seed=zeros.long(),
         choice=zeros.int(), seats=torch.arange(rows, dtype=torch.int32, device=kernel_device), positions=zeros.long(),
     )  # fmt: skip
-    out = SampledOnDevice(tokens=zeros.long(), is_bad=zeros.int())
+    out = SampledOnDevice(tokens=zeros.long(), is_bad=zeros.int(), leads=zeros.float())
     sample_on_device(table, params, out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -201,7 +207,7 @@ def test_parameters_that_do_not_fit_are_refused(kernel_device: torch.device) -> 
         temperature=zeros, top_k=zeros.int(), top_p=zeros, min_p=zeros, seed=zeros.long(), choice=zeros.int(),
         seats=zeros.int(), positions=zeros.long(),
     )  # fmt: skip
-    out = SampledOnDevice(tokens=zeros.long(), is_bad=zeros.int())
+    out = SampledOnDevice(tokens=zeros.long(), is_bad=zeros.int(), leads=zeros.float())
     with pytest.raises(ValueError, match=r"seats is torch.int32 \(2,\)"):
         sample_on_device(torch.zeros(3, 9, device=kernel_device), params, out)
     with pytest.raises(ValueError, match=r"logits are torch.int64"):

@@ -375,9 +375,12 @@ def test_a_verification_takes_a_larger_graph_but_none_with_other_places_for_its_
     larger = StepShape(singles=0, runs=64, tokens=128, outputs=128, short_runs=8)
     beside_rows = StepShape(singles=ROWS, runs=32, tokens=64, outputs=64 + ROWS, short_runs=8)
     far_larger = StepShape(singles=0, runs=512, tokens=1024, outputs=1024, short_runs=8)
-    of_longer_runs = StepShape(singles=0, runs=32, tokens=64, outputs=64, short_runs=16)
-    for shape in (beside_rows, far_larger, of_longer_runs):
+    of_shorter_runs = StepShape(singles=0, runs=32, tokens=64, outputs=64, short_runs=4)
+    of_any_runs = StepShape(singles=0, runs=32, tokens=64, outputs=64)
+    for shape in (beside_rows, far_larger, of_shorter_runs, of_any_runs):
         runner._captured[shape] = StepProgram(runner._machine, shape)
     assert runner._roomy(wanted) is None
-    runner._captured[larger] = StepProgram(runner._machine, larger)
-    assert runner._roomy(wanted) is runner._captured[larger]
+    for short in (16, 8):
+        larger = StepShape(singles=0, runs=64, tokens=128, outputs=128, short_runs=short)
+        runner._captured[larger] = StepProgram(runner._machine, larger)
+        assert runner._roomy(wanted) is runner._captured[larger]

@@ -29,7 +29,7 @@ class Ahead(ModelRunner):
 
     def launch(self, plan: StepPlan) -> Any:
         self.launched += 1
-        return SimpleNamespace(results=lambda: self.execute(plan))
+        return SimpleNamespace(results=lambda: self.execute(plan), seconds=lambda until=None: None)
 
 
 def subject_beside(others: list[Ahead]) -> Subject:

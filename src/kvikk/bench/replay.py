@@ -83,6 +83,10 @@ class _Overruled:
         """See `engine.step.PendingStep`."""
         return _overruled(self.plan, self.step.results(), self.lot)
 
+    def seconds(self, until: PendingStep | None = None) -> float | None:
+        """See `engine.step.PendingStep`."""
+        return self.step.seconds(until.step if isinstance(until, _Overruled) else until)
+
 
 def _overruled(plan: StepPlan, results: Sequence[RowResult], lot: Lot) -> list[RowResult]:
     return [

@@ -23,6 +23,7 @@ from kvikk.engine.sampler import SampledToken
 from kvikk.engine.sampling_params import SamplingParams
 from kvikk.engine.scheduler import Scheduler
 from kvikk.engine.step import AheadRunner, PendingStep, RowResult, Runner, ScheduledRow, StepPlan
+from kvikk.engine.step_clock import StepClock
 from kvikk.engine.tier import EngineTier
 from kvikk.errors import ConfigError, InvalidRequest, KvikkError, StepFailed
 from kvikk.grammar import Grammar, GrammarCompiler
@@ -129,8 +130,7 @@ class Engine:
         self._outputs: list[EngineOutput] = []
         """Not handed out yet: kept here, so that an interrupt in the midst of a step loses none."""
         self._idle_steps = 0
-        self._busy_since: float | None = None
-        """When the last step ended; None when there was nothing to do since, or something else was done."""
+        self._step_clock = StepClock(clock, self.scheduler.rounds.note_step)
 
     @property
     def has_work(self) -> bool:
@@ -235,8 +235,8 @@ class Engine:
         """
         self._collect_before_planning()
         if self.scheduler.due:
+            self._step_clock.interrupt()
             self._compact()
-            self._busy_since = None
         plan = self.scheduler.schedule()
         if plan.rows:
             self._idle_steps = 0
@@ -252,7 +252,7 @@ class Engine:
         elif self._in_flight:
             self._collect()
         else:
-            self._busy_since = None
+            self._step_clock.interrupt()
             self._outputs += self._note_idle(plan)
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -270,6 +270,7 @@ class Engine:
             self._execute(plan)
             return
         self._in_flight.append(_InFlight(plan, started))
+        self._step_clock.start(started)
         for scheduled in plan.rows:
             if scheduled.samples and not scheduled.drafts:
                 for _ in range(plan.repeats):
@@ -288,7 +289,7 @@ class Engine:
         except Exception as error:
             self._fail_step(plan, error)
         else:
-            self._take(plan, computed)
+            self._take(plan, computed, None)
 
     def _collect_before_planning(self) -> None:
         """Leave one step in flight, if its rows can go on without its results."""
@@ -305,13 +306,13 @@ class Engine:
                 self._fail_step(plan, error)
             else:
                 self._in_flight.popleft()
-                self._take(plan, computed)
+                self._take(plan, computed, step)
 
-    def _take(self, plan: StepPlan, computed: list[RowResult]) -> None:
+    def _take(self, plan: StepPlan, computed: list[RowResult], step: PendingStep | None) -> None:
         """Hand a step's results to its rows; some may have ended since it was started."""
         self.steps += plan.repeats
         self.computed_tokens += plan.tokens * plan.repeats
-        self._note_time(plan)
+        self._step_clock.note(plan, step)
         if self.tier is not None:
             self.tier.speed.note_computed(plan)
         both = zip(plan.rows, computed, strict=True)
@@ -333,13 +334,6 @@ class Engine:
         for scheduled, _, _ in results:
             if scheduled.row.compress_at is not None:
                 self.scheduler.note_due(scheduled.row.request.rows)
-
-    def _note_time(self, plan: StepPlan) -> None:
-        """Steps run one after another: one takes from the end of the last, or from its own start, to its end."""
-        now, since = self._clock(), self._busy_since
-        self._busy_since = now
-        if since is not None and plan.has_lossless and not plan.is_cold:
-            self.scheduler.rounds.note_step(plan, now - since)
 
     def _compact(self) -> None:
         """Compact the rows that are at their triggers, but for those that a step in flight still computes.
@@ -375,6 +369,7 @@ class Engine:
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
         """A step is lost: its rows end, with what was in flight before it."""
+        self._step_clock.interrupt()
         logger.error("step %d failed with %d rows", self.steps, len(plan.rows), exc_info=error)
         failure = StepFailed(f"the step failed: {error!r}")
         for scheduled in plan.rows:

@@ -151,7 +151,12 @@ class DraftRounds:
         return after > LEAST_GAIN * before
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long; those that tell something of lossless rows are remembered."""
+        """A step took so long; those that tell something of lossless rows are remembered.
+
+        What was compiled or captured in a step tells nothing of later ones.
+        """
+        if not plan.has_lossless or plan.is_cold:
+            return
         kinds = {
             StepKind.DRAFT if each.row.draft_of is not None
             else StepKind.VERIFY if each.drafts
@@ -162,7 +167,7 @@ class DraftRounds:
         if StepKind.VERIFY in kinds:  # rows without drafts in it are plain ones: they cost what their last token does
             kinds.discard(StepKind.PLAIN)
         (kind, *others) = kinds
-        if kind is not None and not others and seconds > 0:
+        if kind is not None and not others:
             self.times.record(kind, rows=len(plan.rows), tokens=plan.tokens, seconds=seconds / plan.repeats)
 
     def repeats(self, plan: StepPlan) -> int:

@@ -125,6 +125,17 @@ class PendingStep(Protocol):
         """Wait for it, and give what `Runner.execute` gives."""
         ...
 
+    def seconds(self, until: PendingStep | None = None) -> float | None:
+        """How long the device took, of a step that has been read.
+
+        Args:
+            until: the step that was started next, read too: it took until that began; None: until its own end.
+
+        Returns:
+            None where the device cannot tell.
+        """
+        ...
+
 
 class Runner(Protocol):
     """Computes a step: the model and its memory, or a simulation of them."""

@@ -251,11 +251,6 @@ def short_run_sizes(group: int) -> list[int]:
     return [rows // group for rows in SHORT_ROWS if rows // group > 1]
 
 
-def short_run_queries(group: int, longest: int) -> int:
-    """The first of `short_run_sizes` that holds runs of `longest` queries; 0: they are too long."""
-    return next((size for size in short_run_sizes(group) if size >= longest), 0)
-
-
 def decode_residents(store: KVStore, tile: Tile) -> int:
     """Programs with such tiles that run at once."""
     geometry = store.geometry

@@ -108,6 +108,7 @@ class StepProgram:
         self._sampled = SampledOnDevice(
             tokens=torch.zeros(outputs, dtype=torch.int64, device=device),
             is_bad=torch.zeros(outputs, dtype=torch.int32, device=device),
+            leads=torch.zeros(outputs, dtype=torch.float32, device=device),
         )
         self._sampling = DeviceSampling(
             temperature=state.temperature, top_k=state.top_k, top_p=state.top_p, min_p=state.min_p,
@@ -131,6 +132,11 @@ class StepProgram:
         self.logits = machine.model.head(hidden)
         sample_on_device(self.logits, self._sampling, self._sampled)
         finish(machine.state, inputs, self._sampled.tokens, self._sampled.is_bad, self.result)
+
+    @property
+    def leads(self) -> Tensor:
+        """`[outputs]` fp32: by how much the likeliest token of each output leads the next one, in the last step."""
+        return self._sampled.leads
 
     def capture(self) -> None:
         """Make a graph of it. The descriptor on the device must hold a step of padding."""

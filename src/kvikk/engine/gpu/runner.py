@@ -12,7 +12,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvikk.attention import AttentionBackend
-from kvikk.attention.gpu.worklist import short_run_queries, short_run_sizes
+from kvikk.attention.gpu.worklist import short_run_sizes
+from kvikk.compress.config import MAX_DRAFT_TOKENS
 from kvikk.engine.gpu.bodies import BodyArena
 from kvikk.engine.gpu.descriptor import (
     COMMAND,
@@ -33,8 +34,8 @@ from kvikk.engine.queries import WatchedQueries
 from kvikk.engine.request import UNKNOWN
 from kvikk.engine.rounds import MOST_REPEATS
 from kvikk.engine.runner import ModelRunner, is_led, sampling_tasks, usable_tokens
-from kvikk.engine.sampler import SampledToken, leads, sample
-from kvikk.engine.step import RowResult, ScheduledRow, StepPlan
+from kvikk.engine.sampler import SampledToken, sample
+from kvikk.engine.step import PendingStep, RowResult, ScheduledRow, StepPlan
 from kvikk.memory import KVStore
 from kvikk.models import CausalLM
 from kvikk.types import Numerics
@@ -47,7 +48,7 @@ KEPT_SHAPES: Final = 12
 """Shapes of uncaptured steps whose buffers are kept."""
 GRAPH_TOKENS: Final = (64, 128, 256, 512)
 """Tokens of prompts of the steps that are captured; longer ones keep the GPU busy while they are launched."""
-VERIFICATION_TOKENS: Final = (*GRAPH_TOKENS, 1024, 2048)
+VERIFICATION_TOKENS: Final = (*GRAPH_TOKENS, 1024, 1536, 2048, 2560, 3072, 4096, 5120)
 """Tokens of the steps that are captured of those that verify drafts: the host has more to do before and after them."""
 ROOMY: Final = 4
 """Times its tokens that a verification may be padded to: a capture takes as long as dozens of steps."""
@@ -104,10 +105,14 @@ class GpuRunner:
         self._store = store
         self._max_rows = max_rows
         self._sizes = decode_sizes(max_rows)
-        self._group = model.spec.q_heads // max(store.geometry.kv_heads)
+        group = model.spec.q_heads // max(store.geometry.kv_heads)
+        self._short_runs = short_run_sizes(group) if numerics == "fast" else []
+        """Queries of the longest run, of those verifications that have tiles of their own."""
         self._usual_outputs = min(64, max_rows)
         """Of a step with prompts."""
         self._sizes_beside_prompts = [0, *(size for size in (16, 64) if size < max_rows), max_rows]
+        self._sizes_beside_many_drafts = [*(size for size in (16,) if size < max_rows), max_rows]
+        """Never none: so one graph serves large verifications with some other rows and without."""
         self._seats = SeatMap(seats, max_blocks, self._detach, cache_seats=all_seats - seats)
         largest = StepShape(singles=max_rows, runs=max_tokens, tokens=2 * max_tokens, outputs=2 * most_outputs)
         words = largest.fixed_words + COMMAND * max_rows + 2 * TABLE_WRITES
@@ -139,9 +144,8 @@ class GpuRunner:
         self._eager: dict[StepShape, StepProgram] = {}
         self._captures = is_cuda and not enforce_eager
         most_tokens = max(most_outputs, MOST_REPEATS * max_rows)
-        self._tokens = [torch.zeros(most_tokens, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
-        self._leads = [torch.zeros(most_outputs, dtype=torch.float32, pin_memory=is_cuda) for _ in range(2)]
-        self._done = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
+        self._returns = [StepReturn(most_tokens, most_outputs, is_cuda=is_cuda) for _ in range(3)]
+        """One step is read while the next is in flight, and the one before may not have been timed."""
         self._turn = 0
         self.copies = 0
         """Host to device copies of descriptors so far, and of tables beside them."""
@@ -155,14 +159,22 @@ class GpuRunner:
         if self._ragged:
             shapes += [replace(shape, ragged=True, watched=self._machine.watch_window > 0) for shape in shapes]
         if self._lossless:
-            shapes += [
-                _verification_shape(singles, tokens, short)
-                for singles in self._sizes_beside_prompts
-                for tokens in VERIFICATION_TOKENS
-                for short in short_run_sizes(self._group)
-                if tokens <= max(GRAPH_TOKENS[0], _power_of_two(short * self._max_rows))
-            ]
+            shapes += self._verification_shapes()
         return sorted(shapes, key=lambda shape: (shape.runs > 0, shape.all_tokens), reverse=True)
+
+    def _verification_shapes(self) -> list[StepShape]:
+        """Of verifications of all rows, with runs of all lengths, and of some rows beside others that draft nothing."""
+        shapes = []
+        beside_others = self._short_runs[-1] if self._short_runs else 0
+        for short in (*self._short_runs, 0):
+            most = _verification_tokens((short or 1 + MAX_DRAFT_TOKENS) * self._max_rows)
+            for tokens in (size for size in VERIFICATION_TOKENS if size <= most):
+                if tokens > GRAPH_TOKENS[-1]:
+                    singles = self._sizes_beside_many_drafts
+                else:
+                    singles = self._sizes_beside_prompts if short == beside_others else [0]
+                shapes += [_verification_shape(each, tokens, short) for each in singles]
+        return shapes
 
     def warm_up(self, *, progress: bool = True) -> None:
         """Capture the graphs, largest first, so that the smaller ones share its memory."""
@@ -200,8 +212,10 @@ class GpuRunner:
             outputs = len(content.outputs) // OUTPUT
             program = self._program(content, outputs)
             plan.is_cold, program.is_new = program.is_new, False
-            turn = self._turn ^ 1
-            tokens = self._tokens[turn][: plan.repeats * outputs].view(plan.repeats, outputs)
+            turn = (self._turn + 1) % len(self._returns)
+            back = self._returns[turn]
+            back.begin()
+            tokens = back.tokens[: plan.repeats * outputs].view(plan.repeats, outputs)
             for repeat, found in enumerate(tokens):
                 if repeat < 2:
                     self._send(content if repeat == 0 else content.going_on(), program.shape)
@@ -209,17 +223,14 @@ class GpuRunner:
                 found.copy_(program.result[:outputs], non_blocking=True)
             found_leads = None
             if plan.tries_drafts and self._machine.numerics == "fast":
-                assert program.logits is not None
-                found_leads = self._leads[turn][:outputs]
-                found_leads.copy_(leads(program.logits[:outputs]), non_blocking=True)
-            done = self._done[turn]
-            if done is not None:
-                done.record()
+                found_leads = back.leads[:outputs]
+                found_leads.copy_(program.leads[:outputs], non_blocking=True)
+            back.end()
         except BaseException:  # what was said of these rows may not have reached the device
             self._seats.forget(scheduled.row for scheduled in plan.rows)
             raise
         self._turn = turn
-        return StartedStep(plan, program, wanted, tokens, done, found_leads)
+        return StartedStep(plan, program, wanted, tokens, back, found_leads)
 
     def _describe(self, plan: StepPlan) -> tuple[StepContent, list[RowOutputs]]:
         """The step in numbers, and what its outputs are."""
@@ -333,7 +344,12 @@ class GpuRunner:
     def _singles_size(self, content: StepContent) -> int:
         """Rows with one query that the step's shape has room for."""
         count = len(content.singles) // SINGLE
-        sizes = self._sizes_beside_prompts if content.tokens else self._sizes
+        if not content.tokens:
+            sizes = self._sizes
+        elif content.only_verifies and len(content.tokens) > GRAPH_TOKENS[-1]:
+            sizes = self._sizes_beside_many_drafts
+        else:
+            sizes = self._sizes_beside_prompts
         return next(size for size in sizes if size >= count)
 
     def _mixed_shape(self, singles: int, tokens: int, runs: int = 0, outputs: int = 0) -> StepShape:
@@ -356,8 +372,9 @@ class GpuRunner:
             shape = _decode_shape(singles)
         watches = content.watched or (content.ragged and self._machine.watch_window > 0)
         if content.tokens and content.only_verifies:
-            short = short_run_queries(self._group, content.longest_run)
-            shape = _verification_shape(singles, shape.tokens, short, len(content.runs) // RUN)
+            short = next((size for size in self._short_runs if size >= content.longest_run), 0)
+            tokens = _verification_tokens(len(content.tokens))
+            shape = _verification_shape(singles, tokens, short, len(content.runs) // RUN)
         shape = replace(shape, ragged=content.ragged, watched=watches)
         if shape in self._captured:
             return self._captured[shape]
@@ -377,18 +394,19 @@ class GpuRunner:
         return program
 
     def _roomy(self, shape: StepShape) -> StepProgram | None:
-        """A captured verification, for as long runs, that is no more than `ROOMY` times as large.
+        """A captured verification that holds it and is no more than `ROOMY` times as large.
 
         With as many singles: outputs of runs are counted from behind them, and have been by now.
         """
+        sizes = {"runs", "tokens", "outputs", "short_runs"} if shape.short_runs else {"runs", "tokens", "outputs"}
         fitting = [
             program
             for program in self._captured.values()
-            if replace(program.shape, runs=shape.runs, tokens=shape.tokens, outputs=shape.outputs) == shape
-            and all(getattr(program.shape, size) >= getattr(shape, size) for size in ("runs", "tokens", "outputs"))
+            if replace(program.shape, **{size: getattr(shape, size) for size in sizes}) == shape
+            and all(getattr(program.shape, size) >= getattr(shape, size) for size in sizes)
             and program.shape.all_tokens <= ROOMY * shape.all_tokens
         ]
-        return min(fitting, key=lambda program: program.shape.all_tokens, default=None)
+        return min(fitting, key=lambda program: (program.shape.all_tokens, program.shape.short_runs), default=None)
 
     def _send(self, content: StepContent, shape: StepShape) -> None:
         if len(content.writes) > 2 * TABLE_WRITES:
@@ -414,6 +432,45 @@ class RowOutputs(NamedTuple):
     is_shaped: bool
 
 
+class StepReturn:
+    """Where the device leaves what a step gives, and when it began and ended.
+
+    Args:
+        tokens: of a step with all its repeats, at the most.
+        outputs: of a step, at the most.
+        is_cuda: whether steps run behind the host's back.
+    """
+
+    def __init__(self, tokens: int, outputs: int, *, is_cuda: bool) -> None:
+        self.tokens = torch.zeros(tokens, dtype=torch.int32, pin_memory=is_cuda)
+        self.leads = torch.zeros(outputs, dtype=torch.float32, pin_memory=is_cuda)
+        self._events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) if is_cuda else None
+
+    def begin(self) -> None:
+        """A step starts."""
+        if self._events is not None:
+            self._events[0].record()
+
+    def end(self) -> None:
+        """All of it has been started."""
+        if self._events is not None:
+            self._events[1].record()
+
+    def wait(self) -> None:
+        """Until the device has come to the end."""
+        if self._events is not None:
+            self._events[1].synchronize()
+
+    def seconds(self, until: StepReturn | None) -> float | None:
+        """From its beginning to its end, or to the beginning of a later one; None: nothing runs behind the host."""
+        if self._events is None:
+            return None
+        began, ended = self._events
+        if until is not None and until._events is not None:
+            ended = until._events[0]
+        return float(began.elapsed_time(ended)) / 1e3
+
+
 @dataclass(frozen=True, slots=True)
 class StartedStep:
     """A step on its way.
@@ -422,22 +479,25 @@ class StartedStep:
         plan: what was asked for.
         program: what computes it.
         outputs: whose they are, in their order.
-        tokens: `[repeats, outputs]` int32 on the host, filled when `done`; -1: there can be no token.
-        done: None where everything is done at once.
-        leads: `[outputs]` fp32 on the host, filled when `done`, see `RowResult`; None: no drafts were tried.
+        tokens: `[repeats, outputs]` int32 on the host, filled at the end; -1: there can be no token.
+        back: waits for the end, and knows when it was.
+        leads: `[outputs]` fp32 on the host, filled at the end, see `RowResult`; None: no drafts were tried.
     """
 
     plan: StepPlan
     program: StepProgram
     outputs: list[RowOutputs]
     tokens: Tensor
-    done: torch.cuda.Event | None
+    back: StepReturn
     leads: Tensor | None = None
+
+    def seconds(self, until: PendingStep | None = None) -> float | None:
+        """See `engine.step.PendingStep`."""
+        return self.back.seconds(until.back if isinstance(until, StartedStep) else None)
 
     def results(self) -> list[RowResult]:
         """See `engine.step.PendingStep`."""
-        if self.done is not None:
-            self.done.synchronize()
+        self.back.wait()
         rows = self.plan.rows
         results = [NO_TOKEN] * len(rows)
         drawn = self.tokens.t().flatten().tolist()  # those of an output follow one another
@@ -497,6 +557,11 @@ def _verification_shape(singles: int, tokens: int, short: int, runs: int = 0) ->
     """Of a step whose runs all verify drafts: a token is sampled after each query."""
     runs = max(size_verifications(tokens), _power_of_two(runs))
     return StepShape(singles=singles, runs=runs, tokens=tokens, outputs=singles + tokens, short_runs=short)
+
+
+def _verification_tokens(tokens: int) -> int:
+    """Tokens of the smallest verification that holds so many."""
+    return next((size for size in VERIFICATION_TOKENS if size >= tokens), _power_of_two(tokens))
 
 
 def _power_of_two(number: int) -> int:

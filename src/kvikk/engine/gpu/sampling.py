@@ -59,10 +59,12 @@ class SampledOnDevice:
     Args:
         tokens: `[rows]` int64; 0 where there can be none.
         is_bad: `[rows]` int32: 1 where no logit is finite or any is NaN or plus infinity, so that there is no token.
+        leads: `[rows]` fp32, by how much the largest logit leads the next one, as `engine.sampler.leads` has it.
     """
 
     tokens: Tensor
     is_bad: Tensor
+    leads: Tensor
 
 
 def sample_on_device(logits: Tensor, params: DeviceSampling, out: SampledOnDevice) -> None:
@@ -82,14 +84,14 @@ def sample_on_device(logits: Tensor, params: DeviceSampling, out: SampledOnDevic
     _check(logits, params, out)
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, BLOCK)
-    scratch = torch.empty((4, rows, parts), dtype=torch.float32, device=logits.device)
-    peaks, peak_tokens, drawn, drawn_tokens = scratch[0], scratch[1].view(torch.int32), scratch[2], scratch[3]
-    drawn_tokens = drawn_tokens.view(torch.int32)
+    scratch = torch.empty((5, rows, parts), dtype=torch.float32, device=logits.device)
+    peaks, next_peaks, drawn = scratch[:3]
+    peak_tokens, drawn_tokens = scratch[3:].view(torch.int32)
     borders = torch.empty((2, rows), dtype=torch.float32, device=logits.device)
     first_tokens = borders[1].view(torch.int32)
     at_most = triton.next_power_of_2(parts)
     row_stride, temperature = logits.stride(0), params.temperature
-    _peaks[(rows, parts)](logits, row_stride, vocabulary, peaks, peak_tokens, BLOCK=BLOCK, num_warps=8)
+    _peaks[(rows, parts)](logits, row_stride, vocabulary, peaks, peak_tokens, next_peaks, BLOCK=BLOCK, num_warps=8)
     find_borders[(rows,)](
         logits, row_stride, vocabulary, peaks, parts, params.seats,
         temperature, params.top_k, params.top_p, params.min_p, borders, first_tokens,
@@ -100,7 +102,8 @@ def sample_on_device(logits: Tensor, params: DeviceSampling, out: SampledOnDevic
         borders, first_tokens, drawn, drawn_tokens, BLOCK=BLOCK, GREEDY_BELOW=GREEDY_BELOW, num_warps=8,
     )  # fmt: skip
     _pick[(rows,)](
-        peaks, peak_tokens, drawn, drawn_tokens, parts, params.seats, temperature, out.tokens, out.is_bad,
+        peaks, peak_tokens, next_peaks, drawn, drawn_tokens, parts, params.seats, temperature,
+        out.tokens, out.is_bad, out.leads,
         PARTS=at_most, GREEDY_BELOW=GREEDY_BELOW, num_warps=1,
     )  # fmt: skip
 
@@ -120,6 +123,7 @@ def _check(logits: Tensor, params: DeviceSampling, out: SampledOnDevice) -> None
         "positions": (params.positions, torch.int64, rows),
         "tokens": (out.tokens, torch.int64, rows),
         "is_bad": (out.is_bad, torch.int32, rows),
+        "leads": (out.leads, torch.float32, rows),
     }
     for name, (tensor, dtype, count) in expected.items():
         if tensor.dtype != dtype or tensor.shape != (count,) or not tensor.is_contiguous():
@@ -127,14 +131,19 @@ def _check(logits: Tensor, params: DeviceSampling, out: SampledOnDevice) -> None
 
 
 @triton.jit
-def _peaks(logits, row_stride, vocabulary, peaks, peak_tokens, BLOCK: tl.constexpr):
-    """The largest logit of a part and the first token that has it. NaN counts as infinity: neither gives a token."""
+def _peaks(logits, row_stride, vocabulary, peaks, peak_tokens, next_peaks, BLOCK: tl.constexpr):
+    """The largest logit of a part, the first token that has it, and the largest of all others.
+
+    NaN counts as infinity: neither gives a token.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits + row * row_stride + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
-    peak, place = tl.max(tl.where(logit == logit, logit, float("inf")), axis=0, return_indices=True)
+    logit = tl.where(logit == logit, logit, float("inf"))
+    peak, place = tl.max(logit, axis=0, return_indices=True)
     at = row * tl.num_programs(1) + part
     tl.store(peaks + at, peak)
+    tl.store(next_peaks + at, tl.max(tl.where(tl.arange(0, BLOCK) == place, float("-inf"), logit), axis=0))
     tl.store(peak_tokens + at, part * BLOCK + place)
 
 
@@ -178,15 +187,17 @@ def _gumbel(part, seed, position, choice, BLOCK: tl.constexpr):
 
 @triton.jit
 def _pick(
-    peaks, peak_tokens, drawn, drawn_tokens, parts, seats, temperatures, tokens, is_bad,
+    peaks, peak_tokens, next_peaks, drawn, drawn_tokens, parts, seats, temperatures, tokens, is_bad, leads,
     PARTS: tl.constexpr, GREEDY_BELOW: tl.constexpr,
 ):  # fmt: skip
-    """The first part with the largest value has the token, if all its row's logits were numbers."""
+    """The first part with the largest value has the token, if all its row's logits were numbers; and the leads."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     found = tl.load(peaks + row * parts + part, mask=part < parts, other=float("-inf"))
     best, place = tl.max(found, axis=0, return_indices=True)
     token = tl.load(peak_tokens + row * parts + place)
+    others = tl.max(tl.where(part == place, float("-inf"), found), axis=0)
+    tl.store(leads + row, best - tl.maximum(others, tl.load(next_peaks + row * parts + place)))
     is_good = tl.abs(best) < float("inf")
     if tl.load(temperatures + tl.load(seats + row)) >= GREEDY_BELOW:
         found = tl.load(drawn + row * parts + part, mask=part < parts, other=float("-inf"))
