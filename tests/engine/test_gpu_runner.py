@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -236,20 +237,20 @@ def test_captured_graphs_give_the_texts_of_eager_steps_and_of_the_reference() ->
 
 def row_of(prompt: list[int], blocks: list[int], **options: Any) -> Row:
     params = SamplingParams.from_dict(options)
-    request = Request("r", 0, prompt, params, seed=2**63 + 5, stop_ids=frozenset(), arrival_s=0.0)
-    return Row(request, 0, list(prompt), [], blocks=[BlockId(block) for block in blocks], is_running=True)
+    request = Request("r", 0, array("i", prompt), params, seed=2**63 + 5, stop_ids=frozenset(), arrival_s=0.0)
+    return Row(request, 0, array("i", prompt), [], blocks=[BlockId(block) for block in blocks], is_running=True)
 
 
 def test_a_descriptor_has_every_part_at_its_place_and_padding_between(kernel_device: torch.device) -> None:
     shape = StepShape(singles=3, runs=2, tokens=6, outputs=2)
     content = StepContent(
-        singles=[4, IS_ROW | IS_STORED, 17, 30], runs=[5, 16, 4, 0], outputs=[0, 4], tokens=[9, 8, 7, 6],
+        singles=[4, IS_ROW | IS_STORED, 17, 30], runs=[5, 16, 4, 0], outputs=[0, 4], tokens=array("i", [9, 8, 7, 6]),
         commands=[4, *range(1, COMMAND)], writes=[40, 3, 41, 2],
     )  # fmt: skip
     buffer = DescriptorBuffer(100, kernel_device)
     buffer.device_words.fill_(-77)
     for _ in range(3):  # whichever host buffer has the turn, and whatever it held
-        buffer.send(StepContent(singles=[1] * 12, outputs=[1] * 4, tokens=[1] * 6, runs=[1] * 8), shape)
+        buffer.send(StepContent(singles=[1] * 12, outputs=[1] * 4, tokens=array("i", [1] * 6), runs=[1] * 8), shape)
         buffer.send(content, shape)
         words = buffer.device_words.tolist()
         assert words[:HEADER] == [2, 38 + COMMAND, 1, 38, 1, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""While an engine lives the heap is frozen; when it is dropped its memory is free at once, and the heap as before."""
+"""While an engine lives garbage collections are short; when it is dropped its memory is free at once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 
 from kvikk.configuration import build
 from kvikk.engine import Engine, EngineConfig, SamplingParams, build_engine
+from kvikk.heap import frozen_heap
 from kvikk.models import CausalLM, LoadedModel, toy_model
 from kvikk.models.transformers_model import TransformersModel, register
 
@@ -71,6 +73,26 @@ def test_an_engine_that_is_dropped_gives_its_pool_and_its_model_back_at_once(mak
     assert gc.get_freeze_count() == 0
 
 
+LOSSLESS = {"policy": "knorm", "budget": 0.5, "lossless": True, "draft_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    "kv_cache",
+    [None, LOSSLESS, LOSSLESS | {"drafter": "cache+ngram"}, {"lossless": True, "drafter": "ngram", "draft_tokens": 3}],
+)
+def test_a_full_collection_does_not_go_through_the_tokens_of_running_requests(kv_cache: dict[str, Any] | None) -> None:
+    engine = engine_of(toy())
+    prompt = [*range(3, 103), *range(3, 103)]
+    request = engine.add(prompt, SamplingParams(max_tokens=40, ignore_eos=True, n=2, kv_cache=kv_cache))
+    del prompt
+    for _ in range(16):
+        engine.step()
+    assert [row.is_running for row in request.rows] == [True, True]
+    assert kv_cache is None or request.kv_usage.drafted > 0  # type: ignore[union-attr]
+    referents = [gc.get_referents(thing) for thing in gc.get_objects()]  # nothing of those that are frozen
+    assert max(sum(isinstance(one, int) for one in found) for found in referents) < 100
+
+
 def test_garbage_of_a_users_own_that_is_older_than_an_engine_goes_when_the_engine_has_gone() -> None:
     node = Node()
     is_there = weakref.ref(node)
@@ -89,3 +111,12 @@ def test_garbage_that_is_younger_than_an_engine_goes_as_ever() -> None:
     gc.collect()
     assert is_there() is None
     assert not engine.has_work
+
+
+def test_a_frozen_heap_is_as_before_when_its_block_is_left_by_an_error() -> None:
+    is_there = weakref.ref(Node())
+    with pytest.raises(ZeroDivisionError), frozen_heap():  # noqa: PT012
+        assert is_there() is None, "what is garbage already does not stay"
+        assert gc.get_freeze_count() > 0
+        raise ZeroDivisionError
+    assert gc.get_freeze_count() == 0

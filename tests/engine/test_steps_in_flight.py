@@ -53,10 +53,10 @@ def test_a_token_is_handed_out_when_the_step_after_it_has_been_started() -> None
     world, runner = world_of()
     request = world.add(prompt_of(9), max_tokens=5, ignore_eos=True)
     assert world.step() == []
-    assert (runner.launched, request.rows[0].tokens[9:], request.rows[0].generated) == (1, [UNKNOWN], [])
+    assert (runner.launched, [*request.rows[0].tokens[9:]], request.rows[0].generated) == (1, [UNKNOWN], [])
     (out,) = world.step()
     assert (runner.launched, request.rows[0].pending) == (2, 1)
-    assert [out.token.token_id, UNKNOWN] == request.rows[0].tokens[9:]  # type: ignore[union-attr]
+    assert [out.token.token_id, UNKNOWN] == [*request.rows[0].tokens[9:]]  # type: ignore[union-attr]
 
 
 def test_a_text_that_ends_with_a_step_in_flight_gives_its_blocks_back_and_the_token_too_many_is_dropped() -> None:
@@ -66,7 +66,7 @@ def test_a_text_that_ends_with_a_step_in_flight_gives_its_blocks_back_and_the_to
     assert runner.launched == 4
     assert len(runner.unread) == 1
     assert request.rows[0].pending == 0
-    assert request.rows[0].tokens == [*request.prompt_token_ids, *tokens_of(outputs)]
+    assert [*request.rows[0].tokens] == [*request.prompt_token_ids, *tokens_of(outputs)]
     assert (outputs[-1].finish_reason, tokens_of(outputs)[-1], len(outputs)) == (FinishReason.STOP, EOS, 3)
     assert world.engine.pool.held == 0
 

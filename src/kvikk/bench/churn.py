@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -97,7 +98,7 @@ class Arrival:
     """A request, and before which step it comes."""
 
     step: int
-    prompt: list[int]
+    prompt: array[int]
     output_tokens: int
 
 
@@ -119,7 +120,7 @@ def arrivals(config: ChurnConfig, vocabulary: int, seed: int) -> list[Arrival]:
         length = int(rng.integers(max(1, config.input_len // 4), config.input_len + 1))
         tokens = int(rng.integers(max(1, config.output_len // 8), config.output_len + 1))
         step = index // config.burst * config.burst_steps
-        made.append(Arrival(step, rng.integers(0, vocabulary, length).tolist(), tokens))
+        made.append(Arrival(step, array("i", rng.integers(0, vocabulary, length).tolist()), tokens))
     return made
 
 

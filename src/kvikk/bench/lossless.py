@@ -9,6 +9,8 @@ what is compiled or captured at first use.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -203,15 +205,16 @@ def _like_a_lossless_server(lossless: LosslessConfig) -> MakeRunner:
     return make
 
 
-def _prompts(config: BenchLosslessConfig, loaded: LoadedModel, count: int, context: int) -> list[list[int]]:
+def _prompts(config: BenchLosslessConfig, loaded: LoadedModel, count: int, context: int) -> list[array[int]]:
     if config.lossless.replay is None:
-        return list(pieces(config.lossless.texts, [context] * count, partial(token_ids, loaded.tokenizer)))
-    rng = np.random.default_rng(config.engine.seed)
-    prompts: list[list[int]] = rng.integers(0, loaded.model.spec.vocabulary, (count, context)).tolist()
-    return prompts
+        prompts = pieces(config.lossless.texts, [context] * count, partial(token_ids, loaded.tokenizer))
+    else:
+        rng = np.random.default_rng(config.engine.seed)
+        prompts = rng.integers(0, loaded.model.spec.vocabulary, (count, context)).tolist()
+    return [array("i", prompt) for prompt in prompts]
 
 
-def _compute(engine: Engine, prompts: list[list[int]]) -> None:
+def _compute(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
     """Have the prefix cache know the prompts."""
     for prompt in prompts:
         engine.add(prompt, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1))
@@ -220,7 +223,7 @@ def _compute(engine: Engine, prompts: list[list[int]]) -> None:
 
 
 def _measured(
-    engine: Engine, prompts: list[list[int]], config: BenchLosslessConfig, method: dict[str, Any] | None
+    engine: Engine, prompts: Sequence[Sequence[int]], config: BenchLosslessConfig, method: dict[str, Any] | None
 ) -> Run:
     """The second of two runs. Where they are counted whole both begin with nothing cached."""
     device = config.engine.model.torch_device()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -85,7 +85,7 @@ def figures(method: dict[str, Any], plain: Run, drafted: Run) -> ResultRow:
     }  # fmt: skip
 
 
-def identity(engine: Engine, prompts: list[list[int]], plain: Run, drafted: Run) -> ResultRow:
+def identity(engine: Engine, prompts: Sequence[Sequence[int]], plain: Run, drafted: Run) -> ResultRow:
     """Whether the texts are the plain ones, and by how much tokens lead where they are not."""
     gaps = gaps_of_partings(engine, prompts, plain.texts, drafted.texts)
     return {
@@ -96,14 +96,14 @@ def identity(engine: Engine, prompts: list[list[int]], plain: Run, drafted: Run)
 
 
 def gaps_of_partings(
-    engine: Engine, prompts: list[list[int]], plain: list[list[int]], drafted: list[list[int]]
+    engine: Engine, prompts: Sequence[Sequence[int]], plain: list[list[int]], drafted: list[list[int]]
 ) -> list[float]:
     """Where a text parts from the plain one: by how much its likeliest token leads the next one there, in nats."""
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1, logprobs=2)
     for prompt, ours, theirs in zip(prompts, plain, drafted, strict=True):
         at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
         if at is not None:
-            engine.add(prompt + ours[:at], params)
+            engine.add([*prompt, *ours[:at]], params)
     gaps = []
     while engine.has_work:
         for out in checked_step(engine):

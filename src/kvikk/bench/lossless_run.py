@@ -151,7 +151,7 @@ def _rate(pairs: Sequence[tuple[Step, Step]]) -> float:
 
 def run(
     engine: Engine,
-    prompts: list[list[int]],
+    prompts: Sequence[Sequence[int]],
     tokens: int,
     kv_cache: dict[str, Any] | None,
     *,

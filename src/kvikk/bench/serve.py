@@ -27,7 +27,8 @@ from kvikk.bench.monitor import ClientLoad, watched
 from kvikk.bench.results import Reference, ReportConfig, details, figures, match_figures, plain_rate, write
 from kvikk.bench.server_metrics import cache_hits
 from kvikk.bench.target import RequestConfig, ServerUnreachable, Target, TargetConfig, request_headers, served_models
-from kvikk.bench.traffic import TrafficConfig, due_times, quiet_garbage_collector, run_load
+from kvikk.bench.traffic import TrafficConfig, due_times, run_load
+from kvikk.heap import frozen_heap
 
 log = logging.getLogger(__name__)
 
@@ -245,7 +246,7 @@ async def _warm_up(
 async def _load(
     session: aiohttp.ClientSession, target: Target, requests: Sequence[Request], traffic: TrafficConfig, seed: int
 ) -> list[Answer]:
-    with tqdm(total=len(requests), unit="request", disable=traffic.disable_tqdm) as bar, quiet_garbage_collector():
+    with tqdm(total=len(requests), unit="request", disable=traffic.disable_tqdm) as bar, frozen_heap():
 
         async def one(index: int, due_s: float) -> Answer:
             answer = await ask(session, target, requests[index], due_s=due_s, clock=time.perf_counter)

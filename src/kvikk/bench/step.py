@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -168,7 +169,8 @@ def _time_steps(
 ) -> tuple[float, float]:
     """Milliseconds of a step, and of the part of it in which the host did not wait for the device."""
     shape = (rows, context - config.prompt_margin)
-    prompts = np.random.default_rng(0).integers(0, engine.limits.vocabulary, shape).tolist()
+    drawn = np.random.default_rng(0).integers(0, engine.limits.vocabulary, shape)
+    prompts = [array("i", prompt) for prompt in drawn.tolist()]
     _run(engine, prompts, max_tokens=1)
     _add(engine, prompts, max_tokens=config.steps + 2 * config.warm_up_steps + STARTING_STEPS)
     try:
@@ -195,13 +197,13 @@ def _time_steps(
     return seconds / config.steps * 1e3, (seconds - blocked) / config.steps * 1e3
 
 
-def _add(engine: Engine, prompts: list[list[int]], *, max_tokens: int) -> None:
+def _add(engine: Engine, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
     for prompt in prompts:
         engine.add(prompt, params)
 
 
-def _run(engine: Engine, prompts: list[list[int]], *, max_tokens: int) -> None:
+def _run(engine: Engine, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
     """Answer prompts to the end."""
     _add(engine, prompts, max_tokens=max_tokens)
     start = time.monotonic()

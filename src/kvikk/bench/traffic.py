@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,14 +81,3 @@ async def run_load(
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(index)) for index in range(len(due_s))]
     return [task.result() for task in tasks]
-
-
-@contextlib.contextmanager
-def quiet_garbage_collector() -> Iterator[None]:
-    """Within, all that exists already is left out of collections: going through it would stop the clock for long."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -7,7 +7,7 @@
 - `tier`: evicted blocks to the prefix tier, and back for rows that wait for them.
 - `rounds`: what lossless rows draft and when it is verified, over `drafting`, which says how many tokens pay.
 - `runner`: a step on a real model; `sampler` and `noise`: from logits to tokens.
-- `build`: from a loaded model and a config to an engine; `heap`: why the garbage collector leaves it alone.
+- `build`: from a loaded model and a config to an engine.
 
 Invariants: one seed gives one text, alone or in any batch; after any step, abort or failure every block is accounted
 for; a failing request harms no other. The engine knows neither text nor HTTP.

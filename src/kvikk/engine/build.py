@@ -12,7 +12,6 @@ from kvikk.compress.flags import in_flags
 from kvikk.engine.compressor import PolicyCompressor, watch_window
 from kvikk.engine.config import EngineConfig
 from kvikk.engine.core import Engine
-from kvikk.engine.heap import freeze_heap
 from kvikk.engine.limits import EngineLimits
 from kvikk.engine.runner import ModelRunner
 from kvikk.engine.step import Runner
@@ -20,6 +19,7 @@ from kvikk.engine.tier import tier_maker
 from kvikk.errors import ConfigError
 from kvikk.geometry import KVGeometry
 from kvikk.grammar import GrammarCompiler
+from kvikk.heap import freeze_heap
 from kvikk.memory import (
     QUANTISED,
     KVStore,

@@ -182,7 +182,7 @@ class Engine:
         row = Row(
             request=request,
             choice=0,
-            tokens=list(prompt),
+            tokens=prompt[:],
             keys=[self._keyspace.root(salt)],
             unforked=params.n,
             history=TokenHistory(prompt if params.repetition_penalty != 1 else ()) if params.has_penalties else None,
@@ -491,7 +491,7 @@ class Engine:
                 break
         if drafting.is_over:
             cache.settle()
-            drafting.length = len(drafting.tokens)
+            drafting.length = drafting.drafted
         if not drafting.length:  # it would go on to say none
             self.kv.give_up_drafts(row)
 

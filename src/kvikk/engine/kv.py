@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -312,7 +313,7 @@ class KVMemory:
         plan = plan_compaction(held, keep, counts, fresh, stop=stop, page_size=self.page_size)
         self.store.move(plan.moves)
         self._bodies.add(plan.body)
-        cache = Row(request=row.request, choice=row.choice, tokens=[], keys=[], body=plan.body, draft_of=row)
+        cache = Row(request=row.request, choice=row.choice, tokens=array("i"), keys=[], body=plan.body, draft_of=row)
         cache.is_running = True
         row.drafting.cache, row.drafting.refusals = cache, 0
         self.drafting[row] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,8 +27,8 @@ class EngineLimits:
     eos_token_ids: frozenset[int] = frozenset()
     length_reason: str = "the model's maximum"
 
-    def checked_prompt(self, token_ids: Sequence[int]) -> list[int]:
-        """The prompt as ints.
+    def checked_prompt(self, token_ids: Sequence[int]) -> array[int]:
+        """The prompt as int32s: a garbage collection would walk a list of them.
 
         Raises:
             InvalidRequest: it is empty, or holds what is no token id.
@@ -46,7 +47,7 @@ class EngineLimits:
                 f"the prompt has {len(prompt):,} tokens, at most {self.max_model_len - 1:,} leave room for an answer "
                 f"({self.length_reason})"
             )
-        return prompt
+        return array("i", prompt)
 
     def check_params(self, params: SamplingParams, max_num_seqs: int) -> None:
         """Refuse parameters that this model, or this many rows at once, cannot serve.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -190,12 +191,17 @@ class Drafting:
     @property
     def missing(self) -> int:
         """Tokens of the round that are still to be drafted."""
-        return self.length - len(self.tokens) if self.length else 0
+        return self.length - self.drafted
 
     @property
-    def tokens(self) -> list[int]:
+    def drafted(self) -> int:
+        """How many tokens have been drafted in this round."""
+        return 0 if self.cache is None or not self.length else len(self.cache.tokens) - self.base
+
+    @property
+    def tokens(self) -> array[int]:
         """What has been drafted in this round; the last ones may not be known yet."""
-        return [] if self.cache is None or not self.length else self.cache.tokens[self.base :]
+        return array("i") if self.cache is None or not self.length else self.cache.tokens[self.base :]
 
     def begin(self, row: Row, length: int, page_size: int) -> None:
         """Let the small cache go on from where its row is; all blocks that it will write to are the row's own."""
@@ -203,7 +209,7 @@ class Drafting:
         assert cache is not None
         cache.settle()
         del cache.tokens[self.base :]
-        cache.tokens += row.tokens[self.base :]
+        cache.tokens.extend(row.tokens[self.base :])
         self.base, self.length, self.is_over = len(row.tokens), length, False
         cache.blocks = row.blocks[(cache.tail_start - row.tail_start) // page_size :]
         cache.segments = [Segment(self.base - 1, self.base)]
@@ -224,7 +230,7 @@ class Request:
 
     id: str
     number: int
-    prompt_token_ids: list[int]
+    prompt_token_ids: array[int]
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int]
@@ -279,7 +285,8 @@ class Row:
 
     request: Request
     choice: int
-    tokens: list[int]
+    tokens: array[int]
+    """Grows in place, so that nobody may keep a view of its buffer."""
     keys: list[BlockKey]
     """Parent of all, then the keys of the full blocks, as far as they have been needed."""
     blocks: list[BlockId] = field(default_factory=list)
@@ -360,7 +367,7 @@ class Row:
     @property
     def generated(self) -> list[int]:
         """Tokens after the prompt whose values are known."""
-        return self.tokens[len(self.request.prompt_token_ids) : self.known]
+        return self.tokens[len(self.request.prompt_token_ids) : self.known].tolist()
 
     def set_trigger(self, compress_at: int | None, watched: range) -> None:
         """Have the row compacted when it reaches a position. Queries that were seen already are seen still."""
@@ -391,7 +398,7 @@ class Row:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Sampled tokens, at least one, of a row that keeps no history and has no token on its way."""
-        self.tokens += tokens
+        self.tokens.extend(tokens)
         self.segments = [Segment(len(self.tokens) - 1, len(self.tokens))]
 
     def settle(self) -> None:
@@ -404,7 +411,7 @@ class Row:
         return Row(
             request=self.request,
             choice=choice,
-            tokens=list(self.tokens),
+            tokens=self.tokens[:],
             keys=list(self.keys),
             compress_at=self.compress_at,
             watched=self.watched,
@@ -442,7 +449,7 @@ class Row:
     def full_block_keys(self, page_size: int, then: Sequence[int] = ()) -> list[BlockKey]:
         """The keys of all full blocks of the tokens known now, and of those that will come `then`."""
         known = self.known
-        self.tokens += then  # for the while: a copy of a long row's tokens would take longer than all the rest
+        self.tokens.extend(then)  # for the while: a copy of a long row's tokens would take longer than all the rest
         full = extend_keys(self.keys, self.tokens, page_size, known=known + len(then))
         del self.tokens[len(self.tokens) - len(then) :]
         return self.keys[1 : full + 1]

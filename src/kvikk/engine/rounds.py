@@ -283,11 +283,11 @@ class DraftRounds:
         if state.cache is not None and not state.length and (length := self._with_room(row, min(wanted, most))):
             state.begin(row, length, self._page_size)
         elif state.length and not state.missing and self._goes_on(row, most):
-            length = self._with_room(row, len(state.tokens) + 1)
-            state.go_on(row, max(length, len(state.tokens)), self._page_size)
+            length = self._with_room(row, state.drafted + 1)
+            state.go_on(row, max(length, state.drafted), self._page_size)
         if state.missing:
             self._draft_on(row, plan, plan.tokens + step_tokens)
-        if not state.missing or len(state.tokens) + 1 >= wanted:
+        if not state.missing or state.drafted + 1 >= wanted:
             self._kv.rests.want(row)
 
     def _wanted(self, row: Row) -> int:
@@ -301,9 +301,9 @@ class DraftRounds:
     def _goes_on(self, row: Row, most: int) -> bool:
         """Whether a row that has drafted all that it wanted drafts another token while it waits."""
         state = _state(row)
-        if state.is_over or _params(row).draft_tokens is not None or len(state.tokens) >= most:
+        if state.is_over or _params(row).draft_tokens is not None or state.drafted >= most:
             return False
-        return len(state.tokens) < tokens_until(HOPELESS, state.record.acceptance.probability, MAX_DRAFT_TOKENS)
+        return state.drafted < tokens_until(HOPELESS, state.record.acceptance.probability, MAX_DRAFT_TOKENS)
 
     # All
 

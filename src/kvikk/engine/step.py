@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -33,10 +34,11 @@ class ScheduledRow(NamedTuple):
     front: int
     drafts: Sequence[int] = ()
 
-    def token_ids(self, run: QueryRun) -> list[int]:
+    def token_ids(self, run: QueryRun) -> array[int]:
         """What a run computes."""
         tokens = self.row.tokens[run.start : run.stop]
-        return [*tokens, *self.drafts] if self.drafts else tokens
+        tokens.extend(self.drafts)
+        return tokens
 
     @property
     def known_drafts(self) -> Sequence[int]:

@@ -86,7 +86,7 @@ class LLM:
                 if delta.output is not None:
                     results[delta.prompt_index] = delta.output
                     bar.update()
-        return [results[index] for index in range(len(encoded))]
+        return [results[index] for index in sorted(results)]
 
     def stream(
         self,
@@ -169,6 +169,7 @@ class LLM:
         try:
             for index, (prompt, choice) in enumerate(zip(encoded, params, strict=True)):
                 self._start(prompt, choice, index, len(encoded), deltas, unfinished)
+            encoded.clear()  # the engine has them, in arrays: garbage collections would walk these token by token
             while unfinished:
                 self._step()
                 if not deltas:

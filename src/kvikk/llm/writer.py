@@ -43,7 +43,7 @@ class TextWriter:
     """One text of a request, token by token: `output` is the whole of it so far, `take` says what may be shown."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, prompt_token_ids: list[int], params: SamplingParams, index: int
+        self, tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int], params: SamplingParams, index: int
     ) -> None:
         self.output = CompletionOutput(index=index)
         if params.logprobs is not None:
@@ -201,7 +201,7 @@ class RequestWriter:
         return RequestOutput(
             request_id=self.request.id,
             prompt=self._prompt,
-            prompt_token_ids=self.request.prompt_token_ids,
+            prompt_token_ids=self.request.prompt_token_ids.tolist(),
             outputs=[text.output for text in self._texts],
             finished=self.is_finished,
             num_cached_tokens=self.request.cached_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,7 @@ class Generation:
         timeline: Timeline,
         timeout_s: float,
     ) -> None:
-        self.prompt_token_ids = list(prompt_token_ids)
+        self.prompt_token_ids = array("i", prompt_token_ids)
         self.start: Start | None = None
         self.kv_cache: KVCacheUsage | None = None
         self._tokenizer = tokenizer

@@ -15,6 +15,7 @@ import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
 
 from kvikk.errors import ConfigError
+from kvikk.heap import frozen_heap
 from kvikk.server.app import build_app
 from kvikk.server.client import EngineClient
 from kvikk.server.config import HttpConfig, ServeConfig
@@ -68,7 +69,8 @@ async def _serve(config: ServeConfig, keys: Keys, template: str | None, listener
         )
         watch = asyncio.create_task(_end_after_death(client, server))
         logger.info("serving %s at %s", " and ".join(service.names), address_of(listener))
-        await server.serve(sockets=[listener])
+        with frozen_heap():
+            await server.serve(sockets=[listener])
         watch.cancel()
         service.close()
         return 0 if client.dead is None else 1

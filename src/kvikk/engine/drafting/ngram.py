@@ -39,10 +39,11 @@ class PromptLookup:
                 "the least length must be 1 or more, and the longest no less than that"
             )
         self._sizes = range(least, longest + 1)
-        self._tokens = list(prompt)
+        self._tokens = array("i", prompt)
         self._prompt = _PromptGrams(self._tokens, self._sizes)
-        self._text: dict[tuple[int, ...], int] = {}
-        """Where each n-gram that ends in the text ends last, its end excluded. The text's own end has no successor."""
+        self._text: dict[bytes, int] = {}
+        """Where each n-gram that ends in the text ends last, its end excluded, by the bytes of its tokens. The text's
+        own end has no successor."""
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -50,12 +51,14 @@ class PromptLookup:
     def extend(self, tokens: Sequence[int]) -> None:
         """These tokens have been committed. They are never taken back."""
         known, sizes, text = self._tokens, self._sizes, self._text
-        first = len(known)
+        first, width = len(known), known.itemsize
+        start = max(0, first - sizes[-1])
         known.extend(tokens)
+        grams = known[start:].tobytes()
         for stop in range(first, len(known)):  # of the n-grams that have a successor from now on
             for size in sizes:
                 if size <= stop:
-                    text[tuple(known[stop - size : stop])] = stop
+                    text[grams[(stop - size - start) * width : (stop - start) * width]] = stop
 
     def propose(self, most: int, then: Sequence[int] = ()) -> list[int]:
         """The `most` tokens after the latest earlier place of the longest suffix that has one; none where none has.
@@ -68,7 +71,7 @@ class PromptLookup:
             then: tokens that may follow those committed; the suffix ends with them, and no place among them is found.
         """
         committed = len(self._tokens)
-        self._tokens += then  # for the while: a copy of a long text would take longer than all the rest
+        self._tokens.extend(then)  # for the while: a copy of a long text would take longer than all the rest
         try:
             return self._propose(most)
         finally:
@@ -79,15 +82,15 @@ class PromptLookup:
         for size in self._sizes:  # upwards: most suffixes are new, and one look at a short one tells it of the longer
             if size >= len(tokens):
                 break
-            suffix = tuple(tokens[-size:])
-            stop = self._text.get(suffix) or self._prompt.find(suffix)
-            if not stop or tuple(tokens[stop - size : stop]) != suffix:
+            suffix = tokens[-size:]
+            stop = self._text.get(suffix.tobytes()) or self._prompt.find(suffix)
+            if not stop or tokens[stop - size : stop] != suffix:
                 break
             found = stop
         if not found:
             return []
         times = -(-most // (len(tokens) - found))
-        return (tokens[found : found + most] * times)[:most]
+        return (tokens[found : found + most] * times)[:most].tolist()
 
     def copy(self) -> PromptLookup:
         """The same, for a row that forks. The index of the prompt is shared."""
@@ -108,8 +111,8 @@ class _PromptGrams:
         sizes: every n, ascending without gaps.
     """
 
-    def __init__(self, tokens: Sequence[int], sizes: range) -> None:
-        words = np.array(array("i", tokens)).astype(np.uint64)  # by way of an array: three times as fast
+    def __init__(self, tokens: array[int], sizes: range) -> None:
+        words = np.asarray(tokens).astype(np.uint64)
         hashes = words
         self._place_bits = len(tokens).bit_length()
         self._ends: dict[int, NDArray[np.uint64]] = {}
@@ -129,7 +132,7 @@ class _PromptGrams:
         latest: NDArray[np.uint64] = ends[np.append(groups[1:] != groups[:-1], True)]
         return latest
 
-    def find(self, gram: tuple[int, ...]) -> int | None:
+    def find(self, gram: array[int]) -> int | None:
         """Where it ends last, or None. Compare what is there with what was asked for."""
         ends = self._ends.get(len(gram))
         if ends is None:

@@ -7,6 +7,7 @@ table writes. Captured graphs read it at fixed places; what comes last is found 
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -103,7 +104,7 @@ class StepContent:
     singles: list[int] = field(default_factory=list)
     runs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=lambda: array("i"))
     commands: list[int] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
     longest_run: int = 0
@@ -136,30 +137,30 @@ class DescriptorBuffer:
         is_cuda = device.type == "cuda"
         self.device_words: Tensor = torch.zeros(words, dtype=torch.int32, device=device)
         self._host = [torch.zeros(words, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
-        self._arrays: list[NDArray[np.int32]] = [host.numpy() for host in self._host]
+        self._words: list[NDArray[np.int32]] = [host.numpy() for host in self._host]
         self._copied = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
         self._turn = 0
 
     def send(self, content: StepContent, shape: StepShape) -> None:
         """Pack a step and start its copy to the device: the only one of the step."""
         self._turn ^= 1
-        array, event = self._arrays[self._turn], self._copied[self._turn]
+        host, event = self._host[self._turn], self._copied[self._turn]
         if event is not None:
             event.synchronize()
-        used = _pack(array, content, shape)
-        self.device_words[:used].copy_(self._host[self._turn][:used], non_blocking=True)
+        used = _pack(self._words[self._turn], content, shape)
+        self.device_words[:used].copy_(host[:used], non_blocking=True)
         if event is not None:
             event.record()
 
 
-def _pack(array: NDArray[np.int32], content: StepContent, shape: StepShape) -> int:
+def _pack(words: NDArray[np.int32], content: StepContent, shape: StepShape) -> int:
     """Write a step's words; returns how many."""
     commands_at = shape.fixed_words
     writes_at = commands_at + len(content.commands)
     end = writes_at + len(content.writes)
     runs = len(content.runs) // RUN
-    array[:HEADER] = 0
-    array[:5] = (len(content.writes) // WRITE, writes_at, len(content.commands) // COMMAND, commands_at, runs)
+    words[:HEADER] = 0
+    words[:5] = (len(content.writes) // WRITE, writes_at, len(content.commands) // COMMAND, commands_at, runs)
     for at, stop, numbers, spare in (
         (HEADER, shape.runs_at, content.singles, 0),
         (shape.runs_at, shape.outputs_at, content.runs, 0),
@@ -169,7 +170,7 @@ def _pack(array: NDArray[np.int32], content: StepContent, shape: StepShape) -> i
         (writes_at, end, content.writes, 0),
     ):
         filled = at + len(numbers)
-        array[at:filled] = numbers
+        words[at:filled] = numbers
         if filled < stop:
-            array[filled:stop] = spare
+            words[filled:stop] = spare
     return end

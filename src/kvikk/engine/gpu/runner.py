@@ -257,7 +257,7 @@ class GpuRunner:
                     offset = len(content.tokens)
                     content.runs += (mirror.seat, run.start, run.length, offset if run.write else -1 - offset)
                     content.longest_run = max(content.longest_run, run.length)
-                    content.tokens += plan.rows[index].token_ids(run)
+                    content.tokens.extend(plan.rows[index].token_ids(run))
                 if drafts and drafts[-1] == UNKNOWN:
                     self._name_drafts(plan.rows[index], content)
                 if drafts:

@@ -185,7 +185,7 @@ class ChatAnswer:
             choices=[self._choice(index, said) for index, said in enumerate(self._said)],
             usage=usage_of([self.generation]),
             prompt_logprobs=self._prompt_logprobs(),
-            prompt_token_ids=self.generation.prompt_token_ids if self.body.return_token_ids else None,
+            prompt_token_ids=self.generation.prompt_token_ids.tolist() if self.body.return_token_ids else None,
         )
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -269,7 +269,7 @@ class ChatAnswer:
             if self.body.prompt_logprobs is not None:
                 chunk.prompt_logprobs = self._prompt_logprobs()
             if self.body.return_token_ids:
-                chunk.prompt_token_ids = self.generation.prompt_token_ids
+                chunk.prompt_token_ids = self.generation.prompt_token_ids.tolist()
         if wanted.at_end:
             chunk.usage = usage_of([self.generation]) if with_usage else None
         return sse(chunk, exclude_unset=True)

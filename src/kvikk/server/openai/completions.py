@@ -157,7 +157,7 @@ class CompletionAnswer:
         if is_first and self.body.echo:
             generation = self.generations[prompt]
             text = self.prompts[prompt] + text
-            shown_ids = generation.prompt_token_ids + ids
+            shown_ids = [*generation.prompt_token_ids, *ids]
             if self.body.logprobs is not None:
                 entries = [*(generation.prompt_logprobs or []), *entries]
         return CompletionChoice(
@@ -185,7 +185,7 @@ class CompletionAnswer:
         if self.body.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(generation.prompt_logprobs or [])
         if self.body.return_token_ids:
-            choice.prompt_token_ids = generation.prompt_token_ids
+            choice.prompt_token_ids = generation.prompt_token_ids.tolist()
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:

@@ -1,9 +1,11 @@
-"""The garbage collector and the engine: a full collection takes as long as dozens of decode steps."""
+"""The garbage collector and what must not wait for it: a full collection takes as long as dozens of decode steps."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def freeze_heap(owner: object) -> None:
@@ -18,7 +20,21 @@ def freeze_heap(owner: object) -> None:
     Args:
         owner: can be weakly referenced, and is part of no cycle: frozen, it would never be freed.
     """
+    _freeze()
+    weakref.finalize(owner, gc.unfreeze).atexit = False
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Within, all that exists already is left out of garbage collections, as `freeze_heap` does for an owner."""
+    _freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()
     gc.collect()  # makes it forget how large the heap was: it would wait for a quarter as much to be new
-    weakref.finalize(owner, gc.unfreeze).atexit = False
