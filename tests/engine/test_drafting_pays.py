@@ -36,10 +36,12 @@ class Device:
     Args:
         acceptance: the probability that a drafted token is right.
         hold_up_s: every fiftieth step the host is held up so long, as by a garbage collection.
+        launch_s: of the host, to start a verification kernel by kernel while the device computes.
     """
 
     acceptance: float
     hold_up_s: float = 0.0
+    launch_s: float = 0.0
     now_s: float = 0.0
     free_s: float = 0.0
     steps: int = 0
@@ -49,7 +51,8 @@ class Device:
         self.steps += 1
         self.now_s += PLAN_S + (self.hold_up_s if self.steps % 50 == 0 else 0.0)
         began = max(self.now_s, self.free_s)
-        self.free_s = began + plan.repeats * _seconds(plan)
+        self.now_s += self.launch_s if plan.tries_drafts else 0.0
+        self.free_s = max(self.now_s, began + plan.repeats * _seconds(plan))
         return VirtualStep(self, plan, began, self.free_s)
 
     def said(self, scheduled: ScheduledRow, repeats: int) -> list[SampledToken]:
@@ -155,12 +158,16 @@ def best_tokens_per_s(acceptance: float) -> float:
     return ROWS * best
 
 
-@pytest.mark.parametrize("hold_up_s", [0.0, 0.06], ids=["steadily", "held up at times"])
+@pytest.mark.parametrize(
+    ("hold_up_s", "launch_s"),
+    [(0.0, 0.0), (0.06, 0.0), (0.0, 4e-3)],
+    ids=["steadily", "held up at times", "late to look at drafts"],
+)
 @pytest.mark.parametrize("acceptance", [0.98, 0.93, 0.5, 0.0])
 def test_decoding_comes_near_the_best_rounds_that_the_times_of_device_and_host_allow(
-    acceptance: float, hold_up_s: float, monkeypatch: pytest.MonkeyPatch
+    acceptance: float, hold_up_s: float, launch_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = Device(acceptance, hold_up_s)
+    device = Device(acceptance, hold_up_s, launch_s)
     engine = engine_on(device, monkeypatch)
     tokens_per_s(engine, device, lossless=True)  # from which it learns
     first_step, device.steps = device.steps, 0
