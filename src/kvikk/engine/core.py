@@ -55,6 +55,24 @@ class _InFlight:
     step: PendingStep
 
 
+class _Verified(NamedTuple):
+    """What a verification gave a row: written out and counted when it is handed out, behind the launch of a step.
+
+    Args:
+        row: the row.
+        tokens: that it gained and that are not written out yet.
+        drafted: tokens that were verified.
+        accepted: of these, the ones that are part of the row's text.
+        leads: of the tokens that it gained, see `RowResult`.
+    """
+
+    row: Row
+    tokens: Sequence[SampledToken]
+    drafted: int
+    accepted: int
+    leads: Sequence[float]
+
+
 class Engine:
     """Continuous batching over a block pool and a prefix cache.
 
@@ -126,7 +144,7 @@ class Engine:
         self._ahead = runner if isinstance(runner, AheadRunner) else None
         self.scheduler.rounds.runs_ahead = self._ahead is not None
         self._in_flight: deque[_InFlight] = deque()
-        self._outputs: list[EngineOutput] = []
+        self._outputs: list[EngineOutput | _Verified] = []
         """Not handed out yet: kept here, so that an interrupt in the midst of a step loses none."""
         self._idle_steps = 0
         self._busy_since: float | None = None
@@ -200,7 +218,7 @@ class Engine:
 
         A text that is given up before its prompt has been computed ends when the others begin.
         """
-        self._outputs = [o for o in self._outputs if o.request.id != request_id or choice not in (None, o.choice)]
+        self._outputs = [o for o in self._written() if o.request.id != request_id or choice not in (None, o.choice)]
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -254,7 +272,18 @@ class Engine:
         else:
             self._busy_since = None
             self._outputs += self._note_idle(plan)
-        outputs, self._outputs = self._outputs, []
+        outputs = self._written()
+        self._outputs = []
+        return outputs
+
+    def _written(self) -> list[EngineOutput]:
+        """The outputs that are not handed out yet, in their order."""
+        outputs: list[EngineOutput] = []
+        for output in self._outputs:
+            if isinstance(output, EngineOutput):
+                outputs.append(output)
+            else:
+                outputs += self._write(output)
         return outputs
 
     def _compute(self, plan: StepPlan) -> None:
@@ -314,25 +343,27 @@ class Engine:
         self._note_time(plan)
         if self.tier is not None:
             self.tier.speed.note_computed(plan)
-        both = zip(plan.rows, computed, strict=True)
-        results = [
-            (scheduled, result, agreeing(scheduled.known_drafts, result.tokens) if scheduled.drafts else ())
-            for scheduled, result in both
-            if scheduled.row.finish_reason is None
-        ]
+        results = []
+        for scheduled, result in zip(plan.rows, computed, strict=True):
+            if scheduled.row.finish_reason is None:
+                drafts = scheduled.known_drafts
+                results.append((scheduled, result, drafts, agreeing(drafts, result.tokens) if drafts else ()))
         self.scheduler.commit(
-            (scheduled, accepted) for scheduled, result, accepted in results if result.tokens or not scheduled.samples
+            (scheduled, accepted)
+            for scheduled, result, _, accepted in results
+            if result.tokens or not scheduled.samples
         )
-        for scheduled, result, accepted in results:
+        for scheduled, result, drafts, accepted in results:
             if scheduled.row.draft_of is not None:
-                self._draft(scheduled, result, len(accepted) + 1 if scheduled.drafts else plan.repeats)
+                self._draft(scheduled, result, len(accepted) + 1 if drafts else plan.repeats)
             elif scheduled.drafts:
-                self._outputs += self._verify(scheduled, result, len(accepted))
+                self._verify(scheduled.row, result, len(drafts), len(accepted))
             else:
                 self._outputs += self._advance(scheduled, result)
-        for scheduled, _, _ in results:
-            if scheduled.row.compress_at is not None:
-                self.scheduler.note_due(scheduled.row.request.rows)
+        for scheduled, _, _, _ in results:
+            row = scheduled.row
+            if row.compress_at is not None and (row.is_due or len(row.request.rows) > 1):
+                self.scheduler.note_due(row.request.rows)
 
     def _note_time(self, plan: StepPlan) -> None:
         """Steps run one after another: one takes from the end of the last, or from its own start, to its end."""
@@ -500,43 +531,47 @@ class Engine:
         if not drafting.length:  # it would go on to say none
             self.kv.give_up_drafts(row)
 
-    def _verify(self, scheduled: ScheduledRow, result: RowResult, accepted: int) -> list[EngineOutput]:
+    def _verify(self, row: Row, result: RowResult, drafted: int, accepted: int) -> None:
         """Tell a row what the whole cache says: the drafts that agree with it, and the token after these."""
-        row, usage = scheduled.row, scheduled.row.request.kv_usage
         assert row.drafting is not None
-        assert usage is not None
-        drafted = len(scheduled.known_drafts)
         row.drafting.length = 0
         if not result.tokens:
-            return self._fail(row, self._why_no_token(row))
+            self._outputs += self._fail(row, self._why_no_token(row))
+            return
         row.drafting.record.note_round(drafted, accepted)
         known = row.known
-        outputs = self._append_all(row, result.tokens[: accepted + 1])
-        accepted = min(accepted, row.known - known)  # what was drafted beyond the end is no part of the text
-        usage.rounds += 1
-        usage.drafted += drafted
-        usage.accepted += accepted
-        counters = self.scheduler.rounds.counters
-        counters.note(drafted, accepted)
-        if self._config.numerics == "fast":
-            counters.note_leads(result.leads[: row.known - known])
-        return outputs
+        tokens = self._append_all(row, result.tokens[: accepted + 1])
+        gained = row.known - known  # what was drafted beyond the end is no part of the text
+        self._outputs.append(_Verified(row, tokens, drafted, min(accepted, gained), result.leads[:gained]))
 
-    def _append_all(self, row: Row, tokens: Sequence[SampledToken]) -> list[EngineOutput]:
-        """A row gains tokens, those after its last left out."""
+    def _append_all(self, row: Row, tokens: Sequence[SampledToken]) -> Sequence[SampledToken]:
+        """A row gains tokens, those after its last left out. Returns those whose outputs are not written yet."""
         request = row.request
         ids = [token.token_id for token in tokens]
         last = min(self.limits.max_model_len, len(request.prompt_token_ids) + (request.params.max_tokens or 2**31))
         is_shaped = row.history is not None or row.grammar is not None
         if row.known + len(ids) < last and not is_shaped and request.stop_ids.isdisjoint(ids):
             row.extend(ids)
-            return [EngineOutput(request, row.choice, token) for token in tokens]
-        outputs: list[EngineOutput] = []
+            return tokens
         for token in tokens:
-            outputs += self._append(row, token)
+            self._outputs += self._append(row, token)
             if row.finish_reason is not None:
                 break
-        return outputs
+        return ()
+
+    def _write(self, verified: _Verified) -> list[EngineOutput]:
+        """Write out and count what a verification gave a row."""
+        row, tokens, drafted, accepted, leads = verified
+        request, choice, usage = row.request, row.choice, row.request.kv_usage
+        assert usage is not None
+        usage.rounds += 1
+        usage.drafted += drafted
+        usage.accepted += accepted
+        counters = self.scheduler.rounds.counters
+        counters.note(drafted, accepted)
+        if self._config.numerics == "fast":
+            counters.note_leads(leads)
+        return [EngineOutput(request, choice, token) for token in tokens]
 
     def _append(self, row: Row, token: SampledToken) -> list[EngineOutput]:
         """A row gains a token, and ends when that was its last."""

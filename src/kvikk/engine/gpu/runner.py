@@ -143,6 +143,7 @@ class GpuRunner:
         self._leads = [torch.zeros(most_outputs, dtype=torch.float32, pin_memory=is_cuda) for _ in range(2)]
         self._done = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
         self._turn = 0
+        self._said = PlainTokens()
         self.copies = 0
         """Host to device copies of descriptors so far, and of tables beside them."""
 
@@ -219,7 +220,7 @@ class GpuRunner:
             self._seats.forget(scheduled.row for scheduled in plan.rows)
             raise
         self._turn = turn
-        return StartedStep(plan, program, wanted, tokens, done, found_leads)
+        return StartedStep(plan, program, wanted, tokens, done, self._said, found_leads)
 
     def _describe(self, plan: StepPlan) -> tuple[StepContent, list[RowOutputs]]:
         """The step in numbers, and what its outputs are."""
@@ -400,6 +401,14 @@ class GpuRunner:
         self.copies += 1
 
 
+class PlainTokens(dict[int, SampledToken]):
+    """Tokens without log-probabilities by their ids, each made once: a step that verifies can give thousands."""
+
+    def __missing__(self, token_id: int) -> SampledToken:
+        token = self[token_id] = SampledToken(token_id)
+        return token
+
+
 class RowOutputs(NamedTuple):
     """Outputs of a step, one behind the other, that are one row's.
 
@@ -424,6 +433,7 @@ class StartedStep:
         outputs: whose they are, in their order.
         tokens: `[repeats, outputs]` int32 on the host, filled when `done`; -1: there can be no token.
         done: None where everything is done at once.
+        said: gives these tokens.
         leads: `[outputs]` fp32 on the host, filled when `done`, see `RowResult`; None: no drafts were tried.
     """
 
@@ -432,6 +442,7 @@ class StartedStep:
     outputs: list[RowOutputs]
     tokens: Tensor
     done: torch.cuda.Event | None
+    said: PlainTokens
     leads: Tensor | None = None
 
     def results(self) -> list[RowResult]:
@@ -441,19 +452,19 @@ class StartedStep:
         rows = self.plan.rows
         results = [NO_TOKEN] * len(rows)
         drawn = self.tokens.t().flatten().tolist()  # those of an output follow one another
+        said = list(map(self.said.__getitem__, drawn))
+        are_there = min(drawn, default=0) >= 0
         repeats = self.plan.repeats
         found_leads = [] if self.leads is None else self.leads.tolist()
         at = 0
         for index, count, _ in self.outputs:
-            tokens = drawn[at * repeats : (at + count) * repeats]
-            if min(tokens) >= 0:
-                usable = [SampledToken(token) for token in tokens]
-            else:
-                usable = usable_tokens(rows[index], [SampledToken(token) if token >= 0 else None for token in tokens])
-            of_row: Sequence[float] = ()
+            usable = said[at * repeats : (at + count) * repeats]
+            if not are_there:
+                usable = usable_tokens(rows[index], [token if token.token_id >= 0 else None for token in usable])
             if found_leads and rows[index].drafts and is_led(rows[index]):
-                of_row = found_leads[at : at + count]
-            results[index] = RowResult(usable, leads=of_row)
+                results[index] = RowResult(usable, (), found_leads[at : at + count])
+            else:
+                results[index] = RowResult(usable)
             at += count
         if any(is_shaped for _, _, is_shaped in self.outputs):
             self._sample_on_host(results)
