@@ -59,14 +59,14 @@ class _Verified(NamedTuple):
     """What a verification gave a row: written out and counted when it is handed out, behind the launch of a step.
 
     Args:
-        row: the row.
-        tokens: that it gained and that are not written out yet.
+        scheduled: the row's part of the step.
+        tokens: that it gained; none where that is written out already, as it may have ended with one of them.
         drafted: tokens that were verified.
         accepted: of these, the ones that are part of the row's text.
         leads: of the tokens that it gained, see `RowResult`.
     """
 
-    row: Row
+    scheduled: ScheduledRow
     tokens: Sequence[SampledToken]
     drafted: int
     accepted: int
@@ -343,25 +343,16 @@ class Engine:
         self._note_time(plan)
         if self.tier is not None:
             self.tier.speed.note_computed(plan)
-        results = []
         for scheduled, result in zip(plan.rows, computed, strict=True):
-            if scheduled.row.finish_reason is None:
-                drafts = scheduled.known_drafts
-                results.append((scheduled, result, drafts, agreeing(drafts, result.tokens) if drafts else ()))
-        self.scheduler.commit(
-            (scheduled, accepted)
-            for scheduled, result, _, accepted in results
-            if result.tokens or not scheduled.samples
-        )
-        for scheduled, result, drafts, accepted in results:
-            if scheduled.row.draft_of is not None:
-                self._draft(scheduled, result, len(accepted) + 1 if drafts else plan.repeats)
+            row = scheduled.row
+            if row.finish_reason is not None:
+                continue
+            if row.draft_of is not None:
+                self._draft(scheduled, result, plan.repeats)
             elif scheduled.drafts:
-                self._verify(scheduled.row, result, len(drafts), len(accepted))
+                self._verify(scheduled, result)
             else:
                 self._outputs += self._advance(scheduled, result)
-        for scheduled, _, _, _ in results:
-            row = scheduled.row
             if row.compress_at is not None and (row.is_due or len(row.request.rows) > 1):
                 self.scheduler.note_due(row.request.rows)
 
@@ -476,10 +467,11 @@ class Engine:
         row, request = scheduled.row, scheduled.row.request
         if request.prompt_logprobs is not None:
             request.prompt_logprobs.extend(result.prompt_logprobs)
+        if scheduled.samples and not result.tokens:
+            return self._fail(row, self._why_no_token(row))
+        self.scheduler.commit(scheduled)
         if not scheduled.samples:
             return []
-        if not result.tokens:
-            return self._fail(row, self._why_no_token(row))
         if len(result.tokens) == 1 and request.prompt_logprobs is None:
             return self._append(row, result.tokens[0])
         is_first = row.known == len(request.prompt_token_ids)
@@ -498,14 +490,11 @@ class Engine:
             outputs[0] = outputs[0]._replace(prompt_logprobs=request.prompt_logprobs)
         return outputs
 
-    def _draft(self, scheduled: ScheduledRow, result: RowResult, most: int) -> None:
+    def _draft(self, scheduled: ScheduledRow, result: RowResult, repeats: int) -> None:
         """A small cache has said some tokens, or can say none. After an end token there is nothing to draft.
 
-        Args:
-            scheduled: its part of the step.
-            result: of that.
-            most: tokens that it has said, where all could be sampled: the next one of each repeat, or those that were
-                proposed to it as far as they agree, and the one after them.
+        These are the next one of each repeat, or those that were proposed to it as far as they agree, and the one after
+        them.
         """
         cache = scheduled.row
         row = cache.draft_of
@@ -514,6 +503,9 @@ class Engine:
         assert drafting is not None
         if not cache.pending and not drafting.missing:  # the round ended with a token that the step was ahead of
             return
+        most = repeats
+        if scheduled.drafts:
+            most = 1 + len(agreeing(scheduled.drafts, result.tokens))
         if drafting.below is not None:
             drafting.below.note_step(len(scheduled.drafts), most - 1)
         said = [token.token_id for token in result.tokens[:most]]
@@ -531,39 +523,47 @@ class Engine:
         if not drafting.length:  # it would go on to say none
             self.kv.give_up_drafts(row)
 
-    def _verify(self, row: Row, result: RowResult, drafted: int, accepted: int) -> None:
+    def _verify(self, scheduled: ScheduledRow, result: RowResult) -> None:
         """Tell a row what the whole cache says: the drafts that agree with it, and the token after these."""
+        row, drafts = scheduled.row, scheduled.known_drafts
         assert row.drafting is not None
         row.drafting.length = 0
         if not result.tokens:
             self._outputs += self._fail(row, self._why_no_token(row))
             return
-        row.drafting.record.note_round(drafted, accepted)
-        known = row.known
-        tokens = self._append_all(row, result.tokens[: accepted + 1])
-        gained = row.known - known  # what was drafted beyond the end is no part of the text
-        self._outputs.append(_Verified(row, tokens, drafted, min(accepted, gained), result.leads[:gained]))
-
-    def _append_all(self, row: Row, tokens: Sequence[SampledToken]) -> Sequence[SampledToken]:
-        """A row gains tokens, those after its last left out. Returns those whose outputs are not written yet."""
-        request = row.request
-        ids = [token.token_id for token in tokens]
-        last = min(self.limits.max_model_len, len(request.prompt_token_ids) + (request.params.max_tokens or 2**31))
-        is_shaped = row.history is not None or row.grammar is not None
-        if row.known + len(ids) < last and not is_shaped and request.stop_ids.isdisjoint(ids):
+        agreed = agreeing(drafts, result.tokens)
+        accepted = len(agreed)
+        row.drafting.record.note_round(len(drafts), accepted)
+        tokens, leads = result.tokens[: accepted + 1], result.leads[: accepted + 1]
+        ids = [*agreed, tokens[-1].token_id]
+        if not self._may_end(row, ids):
             row.extend(ids)
-            return tokens
+            self._outputs.append(_Verified(scheduled, tokens, len(drafts), accepted, leads))
+            return
+        self.scheduler.commit(scheduled, accepted, then=agreed)
+        known = row.known
         for token in tokens:
             self._outputs += self._append(row, token)
             if row.finish_reason is not None:
                 break
-        return ()
+        gained = row.known - known  # what was drafted beyond the end is no part of the text
+        self._outputs.append(_Verified(scheduled, (), len(drafts), min(accepted, gained), leads[:gained]))
+
+    def _may_end(self, row: Row, token_ids: Sequence[int]) -> bool:
+        """Whether the row must look at each of these tokens before it gains the next."""
+        request = row.request
+        last = min(self.limits.max_model_len, len(request.prompt_token_ids) + (request.params.max_tokens or 2**31))
+        if row.known + len(token_ids) >= last or row.history is not None or row.grammar is not None:
+            return True
+        return not request.stop_ids.isdisjoint(token_ids)
 
     def _write(self, verified: _Verified) -> list[EngineOutput]:
         """Write out and count what a verification gave a row."""
-        row, tokens, drafted, accepted, leads = verified
-        request, choice, usage = row.request, row.choice, row.request.kv_usage
+        scheduled, tokens, drafted, accepted, leads = verified
+        request, choice, usage = scheduled.row.request, scheduled.row.choice, scheduled.row.request.kv_usage
         assert usage is not None
+        if tokens:
+            self.scheduler.commit(scheduled, accepted)
         usage.rounds += 1
         usage.drafted += drafted
         usage.accepted += accepted
