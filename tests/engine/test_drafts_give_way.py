@@ -9,6 +9,7 @@ from engine.test_lossless import NGRAM, small, with_cache
 from kvikk.engine import Engine, FinishReason, Request, SamplingParams
 from kvikk.engine.compressor import PolicyCompressor
 from kvikk.engine.drafting import Fallback, PromptLookup
+from kvikk.engine.gpu.seats import SeatMap
 from kvikk.errors import PolicyFailed
 from kvikk.models import LlamaModel, toy_model
 
@@ -54,6 +55,23 @@ def test_a_request_that_lacks_the_room_of_small_caches_starts_in_the_next_step(
     (alone,) = run(engine_on(model), [(prompt_of(320, seed=1), {"max_tokens": 100, "ignore_eos": True})])
     assert text(first) == text(alone)
     assert engine.scheduler.preemptions == 0
+
+
+def test_a_table_is_written_anew_when_blocks_for_drafts_were_taken_back_and_others_given(model: LlamaModel) -> None:
+    engine = engine_on(model, blocks=36, caching=False)
+    row = add(engine, prompt_of(100, seed=1), 40, NGRAM).rows[0]
+    while not row.has_begun:
+        engine.step()
+    seats, writes = SeatMap(2, 40), list[int]()
+    mirror = seats.mirror(row, [])
+    row.blocks += engine.pool.take(2)
+    seats.write_table(mirror, [])
+    engine.kv.trim(row)
+    taken = engine.pool.take(4)
+    row.blocks += taken[2:]
+    seats.write_table(mirror, writes)
+    at = mirror.seat * 40
+    assert dict(zip(writes[::2], writes[1::2], strict=True)) == dict(enumerate(row.blocks, at))
 
 
 def test_small_caches_that_gain_more_than_the_request_would_are_kept(model: LlamaModel) -> None:

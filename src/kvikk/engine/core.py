@@ -56,6 +56,24 @@ class _InFlight:
     step: PendingStep
 
 
+class _Verified(NamedTuple):
+    """What a verification gave a row: written out and counted when it is handed out, behind the launch of a step.
+
+    Args:
+        scheduled: the row's part of the step.
+        tokens: that it gained; none where that is written out already, as it may have ended with one of them.
+        drafted: tokens that were verified.
+        accepted: of these, the ones that are part of the row's text.
+        leads: of the tokens that it gained, see `RowResult`.
+    """
+
+    scheduled: ScheduledRow
+    tokens: Sequence[SampledToken]
+    drafted: int
+    accepted: int
+    leads: Sequence[float]
+
+
 class Engine:
     """Continuous batching over a block pool and a prefix cache.
 
@@ -127,7 +145,7 @@ class Engine:
         self._ahead = runner if isinstance(runner, AheadRunner) else None
         self.scheduler.rounds.runs_ahead = self._ahead is not None
         self._in_flight: deque[_InFlight] = deque()
-        self._outputs: list[EngineOutput] = []
+        self._outputs: list[EngineOutput | _Verified] = []
         """Not handed out yet: kept here, so that an interrupt in the midst of a step loses none."""
         self._idle_steps = 0
         self._step_clock = StepClock(clock, self.scheduler.rounds.note_step)
@@ -200,7 +218,7 @@ class Engine:
 
         A text that is given up before its prompt has been computed ends when the others begin.
         """
-        self._outputs = [o for o in self._outputs if o.request.id != request_id or choice not in (None, o.choice)]
+        self._outputs = [o for o in self._written() if o.request.id != request_id or choice not in (None, o.choice)]
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -254,7 +272,18 @@ class Engine:
         else:
             self._step_clock.interrupt()
             self._outputs += self._note_idle(plan)
-        outputs, self._outputs = self._outputs, []
+        outputs = self._written()
+        self._outputs = []
+        return outputs
+
+    def _written(self) -> list[EngineOutput]:
+        """The outputs that are not handed out yet, in their order."""
+        outputs: list[EngineOutput] = []
+        for output in self._outputs:
+            if isinstance(output, EngineOutput):
+                outputs.append(output)
+            else:
+                outputs += self._write(output)
         return outputs
 
     def _compute(self, plan: StepPlan) -> None:
@@ -315,25 +344,18 @@ class Engine:
         self._step_clock.note(plan, step)
         if self.tier is not None:
             self.tier.speed.note_computed(plan)
-        both = zip(plan.rows, computed, strict=True)
-        results = [
-            (scheduled, result, agreeing(scheduled.known_drafts, result.tokens) if scheduled.drafts else ())
-            for scheduled, result in both
-            if scheduled.row.finish_reason is None
-        ]
-        self.scheduler.commit(
-            (scheduled, accepted) for scheduled, result, accepted in results if result.tokens or not scheduled.samples
-        )
-        for scheduled, result, accepted in results:
-            if scheduled.row.draft_of is not None:
-                self._draft(scheduled, result, len(accepted) + 1 if scheduled.drafts else plan.repeats)
+        for scheduled, result in zip(plan.rows, computed, strict=True):
+            row = scheduled.row
+            if row.finish_reason is not None:
+                continue
+            if row.draft_of is not None:
+                self._draft(scheduled, result, plan.repeats)
             elif scheduled.drafts:
-                self._outputs += self._verify(scheduled, result, len(accepted))
+                self._verify(scheduled, result)
             else:
                 self._outputs += self._advance(scheduled, result)
-        for scheduled, _, _ in results:
-            if scheduled.row.compress_at is not None:
-                self.scheduler.note_due(scheduled.row.request.rows)
+            if row.compress_at is not None and (row.is_due or len(row.request.rows) > 1):
+                self.scheduler.note_due(row.request.rows)
 
     def _compact(self) -> None:
         """Compact the rows that are at their triggers, but for those that a step in flight still computes.
@@ -440,10 +462,11 @@ class Engine:
         row, request = scheduled.row, scheduled.row.request
         if request.prompt_logprobs is not None:
             request.prompt_logprobs.extend(result.prompt_logprobs)
+        if scheduled.samples and not result.tokens:
+            return self._fail(row, self._why_no_token(row))
+        self.scheduler.commit(scheduled)
         if not scheduled.samples:
             return []
-        if not result.tokens:
-            return self._fail(row, self._why_no_token(row))
         if len(result.tokens) == 1 and request.prompt_logprobs is None:
             return self._append(row, result.tokens[0])
         is_first = row.known == len(request.prompt_token_ids)
@@ -462,14 +485,11 @@ class Engine:
             outputs[0] = outputs[0]._replace(prompt_logprobs=request.prompt_logprobs)
         return outputs
 
-    def _draft(self, scheduled: ScheduledRow, result: RowResult, most: int) -> None:
+    def _draft(self, scheduled: ScheduledRow, result: RowResult, repeats: int) -> None:
         """A small cache has said some tokens, or can say none. After an end token there is nothing to draft.
 
-        Args:
-            scheduled: its part of the step.
-            result: of that.
-            most: tokens that it has said, where all could be sampled: the next one of each repeat, or those that were
-                proposed to it as far as they agree, and the one after them.
+        These are the next one of each repeat, or those that were proposed to it as far as they agree, and the one after
+        them.
         """
         cache = scheduled.row
         row = cache.draft_of
@@ -478,6 +498,9 @@ class Engine:
         assert drafting is not None
         if not cache.pending and not drafting.missing:  # the round ended with a token that the step was ahead of
             return
+        most = repeats
+        if scheduled.drafts:
+            most = 1 + len(agreeing(scheduled.drafts, result.tokens))
         if drafting.below is not None:
             drafting.below.note_step(len(scheduled.drafts), most - 1)
         said = [token.token_id for token in result.tokens[:most]]
@@ -495,43 +518,55 @@ class Engine:
         if not drafting.length:  # it would go on to say none
             self.kv.give_up_drafts(row)
 
-    def _verify(self, scheduled: ScheduledRow, result: RowResult, accepted: int) -> list[EngineOutput]:
+    def _verify(self, scheduled: ScheduledRow, result: RowResult) -> None:
         """Tell a row what the whole cache says: the drafts that agree with it, and the token after these."""
-        row, usage = scheduled.row, scheduled.row.request.kv_usage
+        row, drafts = scheduled.row, scheduled.known_drafts
         assert row.drafting is not None
-        assert usage is not None
-        drafted = len(scheduled.known_drafts)
         row.drafting.length = 0
         if not result.tokens:
-            return self._fail(row, self._why_no_token(row))
-        row.drafting.record.note_round(drafted, accepted)
+            self._outputs += self._fail(row, self._why_no_token(row))
+            return
+        agreed = agreeing(drafts, result.tokens)
+        accepted = len(agreed)
+        row.drafting.record.note_round(len(drafts), accepted)
+        tokens, leads = result.tokens[: accepted + 1], result.leads[: accepted + 1]
+        ids = [*agreed, tokens[-1].token_id]
+        if not self._may_end(row, ids):
+            row.extend(ids)
+            self._outputs.append(_Verified(scheduled, tokens, len(drafts), accepted, leads))
+            return
+        self.scheduler.commit(scheduled, accepted, then=agreed)
         known = row.known
-        outputs = self._append_all(row, result.tokens[: accepted + 1])
-        accepted = min(accepted, row.known - known)  # what was drafted beyond the end is no part of the text
+        for token in tokens:
+            self._outputs += self._append(row, token)
+            if row.finish_reason is not None:
+                break
+        gained = row.known - known  # what was drafted beyond the end is no part of the text
+        self._outputs.append(_Verified(scheduled, (), len(drafts), min(accepted, gained), leads[:gained]))
+
+    def _may_end(self, row: Row, token_ids: Sequence[int]) -> bool:
+        """Whether the row must look at each of these tokens before it gains the next."""
+        request = row.request
+        last = min(self.limits.max_model_len, len(request.prompt_token_ids) + (request.params.max_tokens or 2**31))
+        if row.known + len(token_ids) >= last or row.history is not None or row.grammar is not None:
+            return True
+        return not request.stop_ids.isdisjoint(token_ids)
+
+    def _write(self, verified: _Verified) -> list[EngineOutput]:
+        """Write out and count what a verification gave a row."""
+        scheduled, tokens, drafted, accepted, leads = verified
+        request, choice, usage = scheduled.row.request, scheduled.row.choice, scheduled.row.request.kv_usage
+        assert usage is not None
+        if tokens:
+            self.scheduler.commit(scheduled, accepted)
         usage.rounds += 1
         usage.drafted += drafted
         usage.accepted += accepted
         counters = self.scheduler.rounds.counters
         counters.note(drafted, accepted)
         if self._config.numerics == "fast":
-            counters.note_leads(result.leads[: row.known - known])
-        return outputs
-
-    def _append_all(self, row: Row, tokens: Sequence[SampledToken]) -> list[EngineOutput]:
-        """A row gains tokens, those after its last left out."""
-        request = row.request
-        ids = [token.token_id for token in tokens]
-        last = min(self.limits.max_model_len, len(request.prompt_token_ids) + (request.params.max_tokens or 2**31))
-        is_shaped = row.history is not None or row.grammar is not None
-        if row.known + len(ids) < last and not is_shaped and request.stop_ids.isdisjoint(ids):
-            row.extend(ids)
-            return [EngineOutput(request, row.choice, token) for token in tokens]
-        outputs: list[EngineOutput] = []
-        for token in tokens:
-            outputs += self._append(row, token)
-            if row.finish_reason is not None:
-                break
-        return outputs
+            counters.note_leads(leads)
+        return [EngineOutput(request, choice, token) for token in tokens]
 
     def _append(self, row: Row, token: SampledToken) -> list[EngineOutput]:
         """A row gains a token, and ends when that was its last."""

@@ -388,7 +388,7 @@ class KVMemory:
         needed = -(-(len(row.tokens) - row.tail_start) // self.page_size)
         if len(row.blocks) > needed:
             self.prefix.release(row.blocks[needed:])
-            del row.blocks[needed:]
+            row.blocks = row.blocks[:needed]  # a list of its own: the device knows several of those that are taken
             row.request.recount_blocks()
 
     def offload(self, row: Row) -> None:

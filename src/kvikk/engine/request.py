@@ -191,7 +191,9 @@ class Drafting:
     @property
     def missing(self) -> int:
         """Tokens of the round that are still to be drafted."""
-        return self.length - self.drafted
+        if self.cache is None or not self.length:
+            return 0
+        return self.length - (len(self.cache.tokens) - self.base)
 
     @property
     def drafted(self) -> int:
@@ -207,9 +209,8 @@ class Drafting:
         """Let the small cache go on from where its row is; all blocks that it will write to are the row's own."""
         cache = self.cache
         assert cache is not None
-        cache.settle()
-        del cache.tokens[self.base :]
-        cache.tokens.extend(row.tokens[self.base :])
+        cache.pending = 0
+        cache.tokens[self.base :] = row.tokens[self.base :]
         self.base, self.length, self.is_over = len(row.tokens), length, False
         cache.blocks = row.blocks[(cache.tail_start - row.tail_start) // page_size :]
         cache.segments = [Segment(self.base - 1, self.base)]
@@ -426,9 +427,9 @@ class Row:
 
         None beyond the next trigger: what comes after it reads what the row keeps then.
         """
-        if len(self.segments) == 1 and self.compress_at is None:  # as in decoding
+        if len(self.segments) == 1:  # as in decoding
             start, stop, write = self.segments[0]
-            if stop - start <= budget:
+            if stop - start <= budget and (self.compress_at is None or stop <= self.compress_at):
                 self.segments = []
                 return [QueryRun(self.blocks, Position(start), stop - start, write, None, self.body)]
         limit = len(self.tokens) if self.compress_at is None else self.compress_at

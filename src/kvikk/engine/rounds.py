@@ -112,9 +112,10 @@ class DraftRounds:
         """
         looking, drafting, hosted = [], [], []
         for row in rows:
-            if _state(row).lookup is not None:
+            state, rest = _state(row), row.rest
+            if state.lookup is not None:
                 looking.append(row)
-            elif row.rest is not None and (row.rest.is_parted or row.rest.is_leased):
+            elif rest is not None and (rest.is_parted or rest.is_leased):
                 hosted.append(row)
             else:
                 drafting.append(row)
@@ -208,9 +209,16 @@ class DraftRounds:
 
     def _draft(self, rows: Sequence[Row], plan: StepPlan, step_tokens: int) -> None:
         """Begin rounds, go on with them, or verify what has been drafted in them."""
-        begun = [row for row in rows if _state(row).length]
-        fresh = [row for row in rows if not _state(row).length]
-        longest = max((_state(row).missing for row in begun), default=0)
+        begun: list[Row] = []
+        fresh: list[Row] = []
+        longest = 0
+        for row in rows:
+            state = _state(row)
+            if state.length:
+                begun.append(row)
+                longest = max(longest, state.missing)
+            else:
+                fresh.append(row)
         if begun and not longest:
             self._verify(begun, fresh, plan, step_tokens)
             return
@@ -311,12 +319,12 @@ class DraftRounds:
         """The rows that can begin something; those whose last token is not known yet go on plainly, or wait for it."""
         ready = []
         for row in rows:
-            state = _state(row)
-            goes_on = state.cache is None and state.lookup is None
-            goes_on = goes_on or (state.record.fallback is not None and not state.record.is_due)
             if not row.pending:
                 ready.append(row)
-            elif goes_on:
+                continue
+            state = _state(row)
+            has_drafter = state.cache is not None or state.lookup is not None
+            if not has_drafter or (state.record.fallback is not None and not state.record.is_due):
                 self._add(row, [], plan)
         return ready
 
@@ -352,20 +360,25 @@ class DraftRounds:
         request, state = row.request, _state(row)
         if state.cache is None and state.lookup is None:
             return 0
-        ends = [MAX_DRAFT_TOKENS, self._max_model_len - len(row.tokens) - 1]
+        end = self._max_model_len - 1
         if request.params.max_tokens is not None:  # a text's last token need not be drafted
-            ends.append(request.params.max_tokens - (len(row.tokens) - len(request.prompt_token_ids)) - 1)
+            end = min(end, request.params.max_tokens + len(request.prompt_token_ids) - 1)
         if row.compress_at is not None:
-            ends.append(row.compress_at - len(row.tokens))
-        return max(0, min(ends))
+            end = min(end, row.compress_at)
+        return max(0, min(MAX_DRAFT_TOKENS, end - len(row.tokens)))
 
     def _with_room(self, row: Row, length: int) -> int:
         """Give a row blocks for the tokens that it drafts, as far as that takes nothing from other rows."""
-        blocks = -(-(len(row.tokens) - row.tail_start + length) // self._page_size) - len(row.blocks)
-        if blocks > 0 and self._kv.make_room(blocks):
-            row.blocks += self._kv.pool.take(blocks)
-            row.request.note_blocks(blocks)
-        return min(length, row.tail_start + len(row.blocks) * self._page_size - len(row.tokens))
+        behind = len(row.tokens) - row.tail_start
+        room = len(row.blocks) * self._page_size - behind
+        if room >= length:
+            return length
+        blocks = -(-(length - room) // self._page_size)
+        if not self._kv.make_room(blocks):
+            return room
+        row.blocks += self._kv.pool.take(blocks)
+        row.request.note_blocks(blocks)
+        return length
 
 
 def _state(row: Row) -> Drafting:

@@ -79,7 +79,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan one step, taking the blocks it needs.
 
-        Every plan must be followed by `commit` or `roll_back`, or its rows removed.
+        Every plan must be followed by `commit` of its rows or `roll_back`, or its rows removed.
         """
         plan = StepPlan()
         if self._kv.rests is not None:
@@ -111,29 +111,27 @@ class Scheduler:
             plan.repeats = self.rounds.repeats(plan)
         return plan
 
-    def commit(self, computed: Iterable[tuple[ScheduledRow, Sequence[int]]]) -> None:
-        """This much of a plan has been computed: index the blocks that became full.
+    def commit(self, scheduled: ScheduledRow, accepted: int = 0, then: Sequence[int] = ()) -> None:
+        """A row's part of a plan has been computed: index the blocks that became full.
 
         The row may be planned further by now: what it has not computed yet is left to the next commit.
 
         Args:
-            computed: with the drafts that turned out right, which the row has not been told yet.
+            scheduled: the part.
+            accepted: drafts that turned out right.
+            then: those of them that the row has not been told yet.
         """
-        if not self._prefix.enabled:
+        row = scheduled.row
+        if row.blocks is not scheduled.runs[-1].blocks:  # it has lost its blocks since, and may have others
             return
-        for scheduled, accepted in computed:
-            row = scheduled.row
-            if row.blocks is not scheduled.runs[-1].blocks:  # it has lost its blocks since, and may have others
-                continue
-            if row.body is not None:  # computed by reading what it keeps: nobody else's KV
-                continue
-            complete = (scheduled.front + len(accepted)) // self._page_size
-            if complete > row.indexed_blocks:
-                keys = row.full_block_keys(self._page_size, accepted)[row.indexed_blocks : complete]
-                for index, key in enumerate(keys, row.indexed_blocks):
-                    self._prefix.insert(key, row.blocks[index], index)
-                self._prefix.unclaim(keys, row)
-                row.indexed_blocks = complete
+        complete = (scheduled.front + accepted) // self._page_size
+        if complete <= row.indexed_blocks or row.body is not None or not self._prefix.enabled:
+            return  # with a body it was computed by reading what it keeps: nobody else's KV
+        keys = row.full_block_keys(self._page_size, then)[row.indexed_blocks : complete]
+        for index, key in enumerate(keys, row.indexed_blocks):
+            self._prefix.insert(key, row.blocks[index], index)
+        self._prefix.unclaim(keys, row)
+        row.indexed_blocks = complete
 
     def roll_back(self, plan: StepPlan) -> None:
         """A plan will not be carried out: its rows wait again, as after a preemption."""
@@ -193,9 +191,10 @@ class Scheduler:
 
     def _make_tail_writable(self, row: Row, plan: StepPlan) -> bool:
         """Give a row a block of its own for its last token; False when the row itself had to be preempted."""
-        if not row.segments[0].write:
+        segment = row.segments[0]
+        if not segment.write:
             return True
-        index = (row.front - row.tail_start) // self._page_size
+        index = (segment.start - row.tail_start) // self._page_size
         is_new = index == len(row.blocks)
         if not is_new and self._pool.references(row.blocks[index]) == 1:
             return True

@@ -81,14 +81,15 @@ def best_lengths(acceptances: Sequence[float], most: Sequence[int], costs: Round
     """
     rows = len(acceptances)
     worth = _worth(np.asarray(acceptances), max(most))
-    worth[np.arange(worth.shape[1]) >= np.asarray(most)[:, None]] = 0
+    if min(most) < worth.shape[1]:
+        worth[np.arange(worth.shape[1]) >= np.asarray(most)[:, None]] = 0
     plain = rate = rows / costs.plain_s
     lengths = [0] * rows
     while True:
         price = rate * costs.token_s  # in tokens, as what is worth less takes longer than committing others would
         gains = np.maximum(worth - price, 0)
         steps = int(np.count_nonzero(gains.sum(0) > rate * costs.draft_step_s))  # each step gains less than the last
-        gains = gains[:, :steps]
+        gains, worth = gains[:, :steps], worth[:, :steps]  # at a higher rate there are no more of them
         drafted = int(np.count_nonzero(gains))
         committed = rows + float(gains.sum()) + drafted * price
         better = committed / (costs.verify_s + steps * costs.draft_step_s + drafted * costs.token_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -147,6 +146,7 @@ class GpuRunner:
         self._returns = [StepReturn(most_tokens, most_outputs, is_cuda=is_cuda) for _ in range(3)]
         """One step is read while the next is in flight, and the one before may not have been timed."""
         self._turn = 0
+        self._said = PlainTokens()
         self.copies = 0
         """Host to device copies of descriptors so far, and of tables beside them."""
 
@@ -230,7 +230,7 @@ class GpuRunner:
             self._seats.forget(scheduled.row for scheduled in plan.rows)
             raise
         self._turn = turn
-        return StartedStep(plan, program, wanted, tokens, back, found_leads)
+        return StartedStep(plan, program, wanted, tokens, back, self._said, found_leads)
 
     def _describe(self, plan: StepPlan) -> tuple[StepContent, list[RowOutputs]]:
         """The step in numbers, and what its outputs are."""
@@ -418,6 +418,14 @@ class GpuRunner:
         self.copies += 1
 
 
+class PlainTokens(dict[int, SampledToken]):
+    """Tokens without log-probabilities by their ids, each made once: a step that verifies can give thousands."""
+
+    def __missing__(self, token_id: int) -> SampledToken:
+        token = self[token_id] = SampledToken(token_id)
+        return token
+
+
 class RowOutputs(NamedTuple):
     """Outputs of a step, one behind the other, that are one row's.
 
@@ -481,6 +489,7 @@ class StartedStep:
         outputs: whose they are, in their order.
         tokens: `[repeats, outputs]` int32 on the host, filled at the end; -1: there can be no token.
         back: waits for the end, and knows when it was.
+        said: gives these tokens.
         leads: `[outputs]` fp32 on the host, filled at the end, see `RowResult`; None: no drafts were tried.
     """
 
@@ -489,6 +498,7 @@ class StartedStep:
     outputs: list[RowOutputs]
     tokens: Tensor
     back: StepReturn
+    said: PlainTokens
     leads: Tensor | None = None
 
     def seconds(self, until: PendingStep | None = None) -> float | None:
@@ -501,19 +511,19 @@ class StartedStep:
         rows = self.plan.rows
         results = [NO_TOKEN] * len(rows)
         drawn = self.tokens.t().flatten().tolist()  # those of an output follow one another
+        said = list(map(self.said.__getitem__, drawn))
+        are_there = min(drawn, default=0) >= 0
         repeats = self.plan.repeats
         found_leads = [] if self.leads is None else self.leads.tolist()
         at = 0
         for index, count, _ in self.outputs:
-            tokens = drawn[at * repeats : (at + count) * repeats]
-            if min(tokens) >= 0:
-                usable = [SampledToken(token) for token in tokens]
-            else:
-                usable = usable_tokens(rows[index], [SampledToken(token) if token >= 0 else None for token in tokens])
-            of_row: Sequence[float] = ()
+            usable = said[at * repeats : (at + count) * repeats]
+            if not are_there:
+                usable = usable_tokens(rows[index], [token if token.token_id >= 0 else None for token in usable])
             if found_leads and rows[index].drafts and is_led(rows[index]):
-                of_row = found_leads[at : at + count]
-            results[index] = RowResult(usable, leads=of_row)
+                results[index] = RowResult(usable, (), found_leads[at : at + count])
+            else:
+                results[index] = RowResult(usable)
             at += count
         if any(is_shaped for _, _, is_shaped in self.outputs):
             self._sample_on_host(results)

@@ -18,7 +18,7 @@ class Mirror:
     Args:
         row: the row.
         seat: its seat.
-        blocks: the row's own list when it was last looked at: a row that comes back has another.
+        blocks: the row's own list when it was last looked at: a row that comes back, or lost some, has another.
         written: entries of the table on the device.
         last: the block at the last of them.
         position: what the device has as the row's next position; -1: nothing that counts.
@@ -80,8 +80,6 @@ class SeatMap:
         blocks = mirror.row.blocks
         if blocks is not mirror.blocks:
             mirror.blocks, mirror.written, mirror.position = blocks, 0, -1
-        elif mirror.written > len(blocks):  # the last were for drafts, and have been taken
-            mirror.written = len(blocks) - 1
         elif mirror.written and blocks[mirror.written - 1] != mirror.last:  # it got a copy of its own
             mirror.written -= 1
         if mirror.written == len(blocks):
