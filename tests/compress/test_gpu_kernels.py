@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from kvikk.compress import LayerSlots, accumulated_attention, keep_mask
 from kvikk.compress.gpu import best, mass
+from kvikk.compress.select import keep_best
 
 
 def slots_of(lanes: int, columns: int, share: float, seed: int) -> LayerSlots:
@@ -102,3 +103,14 @@ def test_what_is_kept_is_what_sorting_keeps(
         of_device = counts.to(kernel_device) if isinstance(counts, Tensor) else counts
         found = best.keep_mask(scores.to(kernel_device), there, of_device, protected.to(kernel_device))
         assert torch.equal(found.cpu(), keep_mask(scores, slots, counts, protected)), counts
+        if isinstance(counts, int):
+            of_device = scores.clone()
+            of_device[:, ::7] = torch.tensor([torch.nan, torch.inf, -torch.nan])[seed % 3]
+            for some in (scores, of_device):
+                best_of = {"sinks": columns // 8, "window": columns // 8}
+                kept, unscored = best.keep_best(some.to(kernel_device), there, counts, **best_of)
+                wanted = keep_best(some, slots, counts, **best_of)
+                assert torch.equal(kept.sum(1).cpu(), wanted[0].sum(1)), "as many, whatever is scored NaN"
+                assert torch.equal(unscored.cpu(), wanted[1])
+            kept, _ = best.keep_best(scores.to(kernel_device), there, counts, **best_of)
+            assert torch.equal(kept, found), counts
