@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from kvikk.compress import LayerSlots, accumulated_attention, keep_mask
-from kvikk.compress.gpu import best, mass
+from kvikk.compress.gpu import best, mass, neighbours
+from kvikk.compress.select import keep_best
 
 
 def slots_of(lanes: int, columns: int, share: float, seed: int) -> LayerSlots:
@@ -102,3 +105,33 @@ def test_what_is_kept_is_what_sorting_keeps(
         of_device = counts.to(kernel_device) if isinstance(counts, Tensor) else counts
         found = best.keep_mask(scores.to(kernel_device), there, of_device, protected.to(kernel_device))
         assert torch.equal(found.cpu(), keep_mask(scores, slots, counts, protected)), counts
+        if isinstance(counts, int):
+            of_device = scores.clone()
+            of_device[:, ::7] = torch.tensor([torch.nan, torch.inf, -torch.nan])[seed % 3]
+            for some in (scores, of_device):
+                best_of = {"sinks": columns // 8, "window": columns // 8}
+                kept, unscored = best.keep_best(some.to(kernel_device), there, counts, **best_of)
+                wanted = keep_best(some, slots, counts, **best_of)
+                assert torch.equal(kept.sum(1).cpu(), wanted[0].sum(1)), "as many, whatever is scored NaN"
+                assert torch.equal(unscored.cpu(), wanted[1])
+            kept, _ = best.keep_best(scores.to(kernel_device), there, counts, **best_of)
+            assert torch.equal(kept, found), counts
+
+
+@pytest.mark.parametrize("kind", ["mean", "max"])
+@pytest.mark.parametrize("width", [1, 5, 41])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.9])
+def test_neighbours_are_those_that_live_on_either_side_of_dead_slots(
+    share: float, width: int, kind: Literal["mean", "max"], kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours, "SLOTS_AT_ONCE", 64)
+    generator = torch.Generator().manual_seed(width)
+    live = torch.rand((5, 300), generator=generator) < share
+    values = torch.randn(live.shape, generator=generator)
+    values[0] = torch.where(torch.arange(300) % 50 == 0, torch.nan, values[0])
+    clean = torch.where(live, values, 0)
+    slots = LayerSlots(positions=torch.arange(300).expand(5, -1), live=live, length=300, in_order=True)
+    values[~live] = torch.nan
+    on_device = (each.to(kernel_device) for each in (values, live))
+    found = neighbours.pool(*on_device, width, is_mean=kind == "mean").cpu()
+    torch.testing.assert_close(found[live], slots.pool(clean, width, kind)[live], equal_nan=True)

@@ -171,13 +171,13 @@ class ShadowMemory:
             raise
 
     def _move(self, moves: Moves) -> None:
-        self.moved += len(moves.sources)
-        pairs = list(zip(moves.sources.tolist(), moves.targets.tolist(), strict=True))
-        assert len({target for _, target in pairs}) == len(pairs)
-        values = [self.content[source // PAGE, source % PAGE] for source, _ in pairs]
-        for (_, target), value in zip(pairs, values, strict=True):
-            assert target >= LANES * PAGE, "the null block is never written"
-            self.content[target // PAGE, target % PAGE] = value
+        sources, targets = (list(zip(*slots.tolist(), strict=True)) for slots in (moves.sources, moves.targets))
+        self.moved += len(sources)
+        assert len(set(targets)) == len(targets)
+        values = [self.content[frame, offset] for frame, offset in sources]
+        for (frame, offset), value in zip(targets, values, strict=True):
+            assert frame >= LANES, "the null block is never written"
+            self.content[frame, offset] = value
 
     def save(self, frames: IntArray, blocks: list[BlockId]) -> list[list[int]]:
         every = [*frames.tolist(), *(block * LANES + lane for block in blocks for lane in range(LANES))]

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from kvikk.attention import attention_backend
-from kvikk.compress import Rotary
+from kvikk.compress import LayerView, Rotary
+from kvikk.compress.policies.knorm import KNorm
 from kvikk.compress.registry import installed
 from kvikk.engine.compressor import PolicyCompressor
 from kvikk.engine.config import EngineConfig, SchedulerConfig
 from kvikk.engine.core import Engine
 from kvikk.engine.kv import Choice
 from kvikk.engine.limits import EngineLimits
-from kvikk.engine.request import Request, Row
+from kvikk.engine.request import FinishReason, Request, Row
 from kvikk.engine.runner import ModelRunner
 from kvikk.engine.sampler import SampledToken
 from kvikk.engine.sampling_params import SamplingParams
@@ -370,3 +371,25 @@ def test_what_cannot_be_done_is_refused_with_the_reason(model: LlamaModel, optio
     with pytest.raises(InvalidRequest, match=says):
         engine.add(prompt_of(20), SamplingParams(kv_cache=options))
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_policy_that_scores_nan_ends_its_own_request_before_another_token_of_it_is_told(
+    seed: int | None, model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its scores were is looked at when the next step of the row is read."""
+    jobs: list[tuple[list[int], dict[str, Any]]] = [
+        (prompt_of(90, n), {"kv_cache": {"policy": policy, "budget": 0.5, "trigger": "every:8"} | SMALL})
+        for n, policy in enumerate(["knorm", "streaming"])
+    ]
+    alone = run(engine_on(model), jobs)
+
+    def score(policy: KNorm, view: LayerView) -> Tensor:
+        scores = -view.norms(view.keys)
+        return scores if view.length < 98 else torch.where(view.positions == 70, torch.nan, scores)
+
+    monkeypatch.setattr(KNorm, "score", score)
+    broken, other = run(engine_on(model), jobs, seed=seed)
+    assert broken.rows[0].finish_reason is FinishReason.ERROR
+    assert text(broken) == text(alone[0])[:9], "one of the prompt, and eight up to the trigger"
+    assert text(other) == text(alone[1])

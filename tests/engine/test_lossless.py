@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.test_compression import POLICIES, SMALL, engine_on, prompt_of, run, text
+from kvikk.compress import LayerView
+from kvikk.compress.policies.knorm import KNorm
 from kvikk.engine import Engine, FinishReason, Request, SampledToken, SamplingParams
 from kvikk.engine.core import agreeing
 from kvikk.engine.drafting import Fallback, PromptLookup, RoundCosts, StepTimes
@@ -269,6 +272,22 @@ def test_a_small_cache_whose_logits_are_not_finite_is_given_up_and_the_row_goes_
     (found,) = run(engine_on(model), with_cache([(prompt_of(140), {})], small()))
     assert text(found) == text(plain)
     assert sum(calls) == 1, "it is not asked again"
+
+
+def test_a_policy_that_scores_nan_is_asked_no_more_and_the_text_is_that_of_the_whole_cache(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (plain,) = run(engine_on(model), [(prompt_of(140), {})])
+    asked = []
+
+    def score(policy: KNorm, view: LayerView) -> Tensor:
+        asked.append(view.length)
+        return torch.full_like(view.norms(view.keys), torch.nan)
+
+    monkeypatch.setattr(KNorm, "score", score)
+    (found,) = run(engine_on(model), with_cache([(prompt_of(140), {})], small("knorm", trigger="every:8")))
+    assert text(found) == text(plain)
+    assert set(asked) == {140}
 
 
 @pytest.mark.parametrize("good", [0, 1, 2])

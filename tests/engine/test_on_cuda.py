@@ -69,9 +69,11 @@ def test_gpu_memory_utilization_is_of_the_whole_device() -> None:
     assert abs(blocks * geometry.block_bytes - (total * 0.5 - (total - free))) < 2**28
 
 
+@pytest.mark.parametrize("allocator", ["uniform", "pyramid", "pooled"])
 @pytest.mark.parametrize("policy", ["streaming", "snapkv", "knorm", "h2o"])
-def test_the_host_waits_for_the_device_once_in_a_compaction(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For how many tokens each lane keeps."""
+def test_the_host_waits_for_the_device_only_where_scores_say_how_many_tokens_a_lane_keeps(
+    policy: str, allocator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_on(torch.device("cuda"))
     compact, waits = engine.kv.compact, []
 
@@ -86,9 +88,16 @@ def test_the_host_waits_for_the_device_once_in_a_compaction(policy: str, monkeyp
             waits.append(sum("synchronizing" in str(warning.message) for warning in found))
 
     monkeypatch.setattr(engine.kv, "compact", watched)
-    kv_cache = {"policy": policy, "budget": 0.5, "trigger": "every:16", "sinks": 2, "window": 16}
+    kv_cache = {
+        "policy": policy,
+        "budget": 0.5,
+        "trigger": "every:16",
+        "sinks": 2,
+        "window": 16,
+        "allocator": allocator,
+    }
     engine.add(range(1, 200), SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, kv_cache=kv_cache))
     while engine.has_work:
         engine.step()
     assert engine.kv.counters.compactions == len(waits) == 4
-    assert waits[1:] == [1, 1, 1]
+    assert waits[1:] == [int(allocator == "pooled")] * 3

@@ -60,7 +60,7 @@ class Row:
             length=self.length, lanes=LANES, page_size=PAGE, device=CPU,
         )  # fmt: skip
         folded = (self.length - self.start) // PAGE
-        held = held.first(held.frames.shape[1] - (len(self.blocks) - folded), PAGE)
+        held = held.first(folded, PAGE)
         drawn = [[draw.random() < share for _ in range(held.live.shape[1])] for _ in range(LANES)]
         keep = held.live & torch.tensor(drawn, dtype=torch.bool)
         counts = keep.sum(1).numpy()
@@ -69,10 +69,11 @@ class Row:
         plan = plan_compaction(held, keep, counts, fresh, stop=stop, page_size=PAGE)
         marks = plan.gather(torch.where(held.live, held.positions, -1).float() * 2)
         self.store.move(plan.moves)
-        own = [block for block in self.blocks[:folded] if block not in self.shared]
-        self.frames.split(own)
+        used = {block for block, is_used in zip(self.blocks[:folded], plan.is_used, strict=True) if is_used}
+        assert not used & self.shared
+        self.frames.split(sorted(used))
         self.frames.release(plan.freed)
-        self.pool.release(block for block in self.blocks[:folded] if block in self.shared)
+        self.pool.release(block for block in self.blocks[:folded] if block not in used)
         for lane in range(LANES):
             dropped = set(held.positions[lane][held.live[lane] & ~keep[lane]].tolist())
             self.kept[lane] -= dropped

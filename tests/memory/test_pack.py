@@ -24,7 +24,8 @@ def test_each_kept_slot_goes_where_the_twin_has_it_go(
     before = torch.randperm(2 * lanes * columns, generator=generator)[: lanes * columns].view(lanes, columns)
     after = torch.randperm(2 * lanes * (width + 1), generator=generator)[: lanes * (width + 1)].view(lanes, width + 1)
     first = torch.cumsum(counts, 0) - counts
-    inputs = (keep, before, after[:, :width], first)
+    positions = torch.randperm(lanes * (slots + 3), generator=generator).view(lanes, -1)[:, :slots]
+    inputs = (keep, positions, before, after[:, :width], first)
     wanted = twin(*inputs, kept=int(counts.sum()), page_size=page)
     on_device = [each.to(kernel_device) for each in inputs]
     found = kernel.pack(*on_device, kept=int(counts.sum()), page_size=page)
@@ -36,4 +37,4 @@ def test_slots_that_lie_in_no_frame_are_refused(kernel_device: torch.device) -> 
     keep = torch.zeros((2, 33), dtype=torch.bool, device=kernel_device)
     table = torch.zeros((2, 2), dtype=torch.int64, device=kernel_device)
     with pytest.raises(ValueError, match="33 slots do not lie in 2 frames of 16"):
-        kernel.pack(keep, table, table, table[:, 0], kept=0, page_size=16)
+        kernel.pack(keep, keep, table, table, table[:, 0], kept=0, page_size=16)

@@ -127,7 +127,9 @@ def test_a_token_that_moves_takes_its_scales_along() -> None:
     store = a_store()
     before = store.read(torch.arange(6 * LANES)).transpose(1, 2).flatten(0, 1)  # [slots, 2, head_dim]
     sources, targets = torch.tensor([30, 41, 43, 60]), torch.tensor([44, 45, 30, 130])
-    store.move(Moves(np.ones(4, dtype=np.int64), sources, targets))
+    page = GEOMETRY.page_size
+    moved = [torch.stack((slots // page, slots % page)) for slots in (sources, targets)]
+    store.move(Moves(np.ones(4, dtype=np.int64), *moved))
     after = store.read(torch.arange(6 * LANES)).transpose(1, 2).flatten(0, 1)
     expected = before.clone()
     expected[targets] = before[sources]

@@ -3,7 +3,7 @@
     method = KVCacheParams(policy="snapkv", budget="25%").method
     quotas = method.quotas(length, layers=layers, token_bytes=token_bytes)
     scores = method.score(LayerView(layer=0, budget=quotas[0], needs=method.policy.needs, ...))  # and so on, joined
-    kept = method.select(scores, slots, quotas, kv_heads)
+    kept, unscored = method.select(scores, slots, quotas, kv_heads)
 
 - `policy.Policy`: the contract of a policy; `policies`: the built-in ones, a page each; `registry`: all by name.
 - `view.LayerView`: what a policy sees of one layer of one row, out of `slots` and `signals`.
@@ -21,7 +21,7 @@ from kvikk.compress.attending import accumulated_attention
 from kvikk.compress.budgets import Budget
 from kvikk.compress.config import KVCacheParams
 from kvikk.compress.method import Method
-from kvikk.compress.policy import Policy, check_scores, count_unscored, is_lanewise, query_window, state_names
+from kvikk.compress.policy import Policy, check_scores, is_lanewise, query_window, refuse_unscored, state_names
 from kvikk.compress.rotary import Rotary
 from kvikk.compress.select import keep_mask
 from kvikk.compress.signals import Signal, Signals
@@ -40,9 +40,9 @@ __all__ = [
     "Signals",
     "accumulated_attention",
     "check_scores",
-    "count_unscored",
     "is_lanewise",
     "keep_mask",
     "query_window",
+    "refuse_unscored",
     "state_names",
 ]

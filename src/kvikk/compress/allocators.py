@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, inf
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ class Allocator(Protocol):
 
     A share below what is protected is no mistake: what is protected stays in any case.
     """
+
+    by_scores: ClassVar[bool]
+    """Whether `over_heads` looks at the scores; else every KV head keeps its layer's budget."""
 
     def over_layers(self, budget: int, *, layers: int, length: int, protected: int) -> list[int]:
         """Slots that the lanes of each layer keep on average: `layers` numbers whose mean is `budget`.
@@ -51,6 +54,8 @@ class Allocator(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Uniform:
     """The same number of tokens for every KV head of every layer."""
+
+    by_scores: ClassVar[bool] = False
 
     def over_layers(self, budget: int, *, layers: int, length: int, protected: int) -> list[int]:
         """The budget for each."""
@@ -94,6 +99,8 @@ class Pooled(Uniform):
         safeguard: share of what is not protected that each head fills with its own best. The rest goes to the best of
             all heads. The paper has 0.5; its authors advise little for small budgets, but not 0.
     """
+
+    by_scores: ClassVar[bool] = True
 
     safeguard: float = 0.2
 

@@ -84,6 +84,8 @@ def mean_attention(
     Takes and gives what `accumulated_attention` does, but that on a CPU it has the weights of all queries at once.
     """
     if keys.is_cuda:
-        return accumulated_attention(queries, query_positions, keys, slots, scale=scale) / len(query_positions)
+        from kvikk.compress.gpu.mass import accumulated_attention as on_gpu  # imports triton
+
+        return on_gpu(queries, query_positions, keys, slots, scale=scale, share=1 / len(query_positions))
     weights = attention_weights(attention_logits(queries, keys, scale), query_positions, slots)
     return weights.mean(1).view(len(keys), -1, keys.shape[1]).mean(1)

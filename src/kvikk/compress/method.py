@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvikk.compress.allocators import Allocator, over_lanes
 from kvikk.compress.budgets import Budget
-from kvikk.compress.policy import Policy, recent_tokens, score_layer
-from kvikk.compress.select import keep_mask
+from kvikk.compress.policy import Policy, count_unscored, recent_tokens, score_layer
+from kvikk.compress.select import keep_best, keep_mask
 from kvikk.compress.slots import LayerSlots
 from kvikk.compress.view import LayerView
+from kvikk.memory.body import IntArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +25,8 @@ class Method:
 
         quotas = method.quotas(length, layers=layers, token_bytes=token_bytes)
         scores = torch.cat([method.score(view_of(layer, quotas[layer])) for layer in range(layers)])
-        kept = method.select(scores, slots, quotas, kv_heads)  # of all layers at once
-        check_scores(method.name, scores, slots.live)          # waits for the device
+        kept, unscored = method.select(scores, slots, quotas, kv_heads)  # of all layers at once
+        refuse_unscored(method.name, unscored, live)                     # waits for the device
 
     Args:
         name: of the policy.
@@ -73,10 +75,28 @@ class Method:
         """
         return score_layer(self.name, self.policy, view)
 
+    def known_counts(
+        self, quotas: Sequence[int], kv_heads: Sequence[int], live: IntArray, length: int, unfinished: int = 0
+    ) -> IntArray | None:
+        """How many slots of each lane `select` keeps, `[lanes]`; None: that hangs on the scores.
+
+        Args:
+            quotas: of some layers.
+            kv_heads: of these layers.
+            live: `[lanes]`, live slots.
+            length: tokens of the row so far.
+            unfinished: tokens of the last, partly filled block.
+        """
+        protected = {quota: min(length, self.sinks + self.recent(quota, unfinished)) for quota in set(quotas)}
+        if self.allocator.by_scores or any(most > quota for quota, most in protected.items()):
+            return None
+        counts: IntArray = np.minimum(live, np.repeat(quotas, kv_heads))
+        return counts
+
     def select(
         self, scores: Tensor, slots: LayerSlots, quotas: Sequence[int], kv_heads: Sequence[int], unfinished: int = 0
-    ) -> Tensor:
-        """What stays of some layers, `[lanes, slots]` bool. It means nothing where a score is NaN.
+    ) -> tuple[Tensor, Tensor]:
+        """What stays of some layers, and whether their scores say anything.
 
         Args:
             scores: `[lanes, slots]` fp32, layer after layer.
@@ -84,20 +104,25 @@ class Method:
             quotas: of these layers.
             kv_heads: of these layers.
             unfinished: tokens of the last, partly filled block.
+
+        Returns:
+            `[lanes, slots]` bool, what stays; and `[lanes]`, live slots with NaN or +inf: where there is one, as much
+            stays, and it means nothing.
         """
         if len(set(kv_heads)) > 1:  # layers that differ are ranked one by one
             ends = list(accumulate(kv_heads))
             each = zip(quotas, kv_heads, ends, strict=True)
-            return torch.cat(
-                [
-                    self.select(
-                        scores[end - heads : end], slots.of_lanes(end - heads, end), [quota], [heads], unfinished
-                    )
-                    for quota, heads, end in each
-                ]
-            )
-        recent = [self.recent(quota, unfinished) for quota in quotas]
-        window = recent[0] if len(set(recent)) == 1 else over_lanes(recent, scores)[:, None]
+            selected = [
+                self.select(scores[end - heads : end], slots.of_lanes(end - heads, end), [quota], [heads], unfinished)
+                for quota, heads, end in each
+            ]
+            kept, unscored = zip(*selected, strict=True)
+            return torch.cat(kept), torch.cat(unscored)
+        recent = {quota: self.recent(quota, unfinished) for quota in set(quotas)}
+        windows = [recent[quota] for quota in quotas]
+        if len(recent) == 1 and not self.allocator.by_scores:
+            return keep_best(scores, slots, quotas[0], sinks=self.sinks, window=windows[0])
+        window = windows[0] if len(set(windows)) == 1 else over_lanes(windows, scores)[:, None]
         protected = slots.protected(sinks=self.sinks, window=window)
         counts = self.allocator.over_heads(quotas, scores, slots, protected)
-        return keep_mask(scores, slots, counts, protected)
+        return keep_mask(scores, slots, counts, protected), count_unscored(scores, slots.live)

@@ -83,8 +83,8 @@ def score_layer(name: str, policy: Policy, view: LayerView) -> Tensor:
 
 
 def count_unscored(scores: Tensor, live: Tensor) -> Tensor:
-    """How many live slots have NaN or +inf: a number that stays on the device. See `check_scores`."""
-    return (live & ~(scores < torch.inf)).sum()
+    """How many live slots of each lane have NaN or +inf: numbers that stay on the device. See `check_scores`."""
+    return (live & ~(scores < torch.inf)).sum(-1)
 
 
 def check_scores(name: str, scores: Tensor, live: Tensor) -> None:
@@ -98,9 +98,23 @@ def check_scores(name: str, scores: Tensor, live: Tensor) -> None:
     Raises:
         PolicyFailed: a live slot has NaN or +inf.
     """
-    count = int(count_unscored(scores, live))
+    refuse_unscored(name, count_unscored(scores, live), int(live.sum()))
+
+
+def refuse_unscored(name: str, unscored: Tensor, live: int) -> None:
+    """`check_scores` of what was counted before.
+
+    Args:
+        name: of the policy.
+        unscored: `[...]`, what `count_unscored` gave.
+        live: slots.
+
+    Raises:
+        PolicyFailed: one of them has NaN or +inf.
+    """
+    count = int(unscored.sum())
     if count:
         raise PolicyFailed(
-            f"policy {name!r}: {count} of {int(live.sum())} live slots were scored NaN or +inf: scores are finite or "
-            "-inf; do dead slots, which may hold NaN, enter a sum?"
+            f"policy {name!r}: {count} of {live} live slots were scored NaN or +inf: scores are finite or -inf; do "
+            "dead slots, which may hold NaN, enter a sum?"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvikk.compress.policy import count_unscored
 from kvikk.compress.slots import LayerSlots
 
 FIRST, LAST = -(2**63), 2**63 - 1
@@ -55,3 +56,24 @@ def keep_mask(scores: Tensor, slots: LayerSlots, counts: Tensor | int, protected
         return on_gpu(scores, slots, counts, protected)
     wanted = protected.sum(-1).clamp(min=counts)
     return slots.live & (ranking(scores, slots, protected) < wanted[:, None])
+
+
+def keep_best(scores: Tensor, slots: LayerSlots, count: int, *, sinks: int, window: int) -> tuple[Tensor, Tensor]:
+    """`keep_mask` where all lanes keep as many, with the sinks and the window of `slots.protected`.
+
+    Args:
+        scores: `[lanes, slots]` fp32.
+        slots: which token each slot holds.
+        count: slots that each lane keeps.
+        sinks: first positions of the row, which stay.
+        window: last positions of the row, which stay.
+
+    Returns:
+        `[lanes, slots]` bool, what stays; `[lanes]` int64, live slots with NaN or +inf.
+    """
+    if scores.is_cuda:
+        from kvikk.compress.gpu.best import keep_best as on_gpu  # imports triton
+
+        return on_gpu(scores, slots, count, sinks=sinks, window=window)
+    protected = slots.protected(sinks=sinks, window=window)
+    return keep_mask(scores, slots, count, protected), count_unscored(scores, slots.live)

@@ -47,6 +47,8 @@ class LayerSlots:
 
     def of_lanes(self, start: int, stop: int) -> LayerSlots:
         """Those of lanes `start..stop - 1`."""
+        if stop - start == len(self.positions):
+            return self
         return replace(self, positions=self.positions[start:stop], live=self.live[start:stop])
 
     def protected(self, *, sinks: int, window: Tensor | int) -> Tensor:
@@ -80,6 +82,10 @@ class LayerSlots:
             raise PolicyFailed(f"pool was given a width of {width}: it must be odd, so that it has a centre")
         if kind not in ("mean", "max"):
             raise PolicyFailed(f"pool was given the kind {kind!r}: it must be mean or max")
+        if values.is_cuda and self.in_order and not self.is_packed:
+            from kvikk.compress.gpu.neighbours import pool as on_gpu  # imports triton
+
+            return on_gpu(values, self.live, width, is_mean=kind == "mean")
         outside = 0.0 if kind == "mean" else -torch.inf
         ordered = torch.where(self.live, values, outside)
         if not self.is_packed:

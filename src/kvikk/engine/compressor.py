@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Final
 
@@ -18,10 +19,9 @@ from kvikk.compress import (
     Signal,
     Signals,
     accumulated_attention,
-    check_scores,
-    count_unscored,
     is_lanewise,
     query_window,
+    refuse_unscored,
     state_names,
 )
 from kvikk.engine.kv import Choice
@@ -97,7 +97,7 @@ class PolicyCompressor:
 
     @torch.inference_mode()
     def choose(self, row: Row, held: Held, kept_from: Position) -> Choice:
-        """See `Compressor.choose`. It waits for the device once."""
+        """See `Compressor.choose`. It waits for the device, once, only where the allocator goes by scores."""
         method, geometry = _method(row), self._store.geometry
         unfinished = row.front - kept_from
         quotas = method.quotas(
@@ -105,7 +105,7 @@ class PolicyCompressor:
         )
         remembered = self._remembered(row, method, held)
         everything = LayerSlots(
-            positions=held.positions.long(),
+            positions=held.positions,
             live=held.live,
             length=row.front,
             in_order=True,
@@ -134,11 +134,17 @@ class PolicyCompressor:
             for name, values in remembered.items():
                 values[lanes] = view.attention_mass if name == MASS else view.state(name)
         of_lanes = scores[0] if len(scores) == 1 else torch.cat(scores)
-        keep = method.select(of_lanes, everything, quotas, geometry.kv_heads, unfinished)
-        *counts, unscored = torch.cat((keep.sum(1), count_unscored(of_lanes, held.live)[None])).tolist()
-        if unscored:
-            check_scores(method.name, of_lanes, held.live)
-        return Choice(keep, np.array(counts), remembered)
+        keep, unscored = method.select(of_lanes, everything, quotas, geometry.kv_heads, unfinished)
+        live = np.full(len(keep), row.front - row.tail_start)
+        if row.body is not None:
+            live += row.body.lengths
+        counts = method.known_counts(quotas, geometry.kv_heads, live, row.front, unfinished)
+        refuse = partial(refuse_unscored, method.name, live=int(live.sum()))
+        if counts is None:
+            of_scores = torch.stack((keep.sum(1), unscored)).cpu()
+            refuse(of_scores[1])
+            return Choice(keep, of_scores[0].numpy(), remembered)
+        return Choice(keep, counts, remembered, partial(refuse, unscored.to("cpu", non_blocking=True)))
 
     def _shown_together(self, row: Row, method: Method, held: Held, quotas: list[int]) -> list[range]:
         """The layers, cut where two of them cannot be shown to the policy as one, or would be too large together."""

@@ -346,6 +346,8 @@ class Engine:
             self.tier.speed.note_computed(plan)
         for scheduled, result in zip(plan.rows, computed, strict=True):
             row = scheduled.row
+            if row.check_choice is not None:
+                self._check_choice(row)
             if row.finish_reason is not None:
                 continue
             if row.draft_of is not None:
@@ -388,6 +390,23 @@ class Engine:
                 self.kv.plan_trigger(row)
             if not has_room:
                 self.kv.want_cache_later(row)
+
+    def _check_choice(self, row: Row) -> None:
+        """A step has been read that came after a row was compacted: what its policy said is known by now."""
+        check, row.check_choice = row.check_choice, None
+        assert check is not None
+        try:
+            check()
+        except KvikkError as error:
+            if row.finish_reason is not None:
+                return
+            if row.draft_of is None:
+                self._outputs += self._fail(row, error)
+                return
+            logger.error("%s keeps the small cache that it has: %s", row.draft_of.id, error)
+            if row.draft_of in self.scheduler.due:
+                self.scheduler.due.remove(row.draft_of)
+            row.draft_of.set_trigger(None, range(0))
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
         """A step is lost: its rows end, with what was in flight before it."""

@@ -73,11 +73,14 @@ class Choice:
         keep: `[lanes, slots]` bool on the device, of live slots only.
         counts: `[lanes]`, how many those are.
         state: `[lanes, slots]` fp32 each, what the policy wants to remember of each slot.
+        check: raises `PolicyFailed` where the choice means nothing; its numbers are there when a step that was started
+            later has been read. None: there is nothing to check.
     """
 
     keep: Tensor
     counts: IntArray
     state: dict[str, Tensor]
+    check: Callable[[], None] | None = None
 
 
 class Compressor(Protocol):
@@ -92,7 +95,8 @@ class Compressor(Protocol):
             kept_from: from this position on everything is kept, in every lane.
 
         Raises:
-            KvikkError: the policy broke its contract; nothing changed.
+            KvikkError: the policy broke its contract; nothing changed. That of its scores may come to light later, by
+                `Choice.check`.
         """
         ...
 
@@ -256,6 +260,7 @@ class KVMemory:
         fold_to = Position(row.front // self.page_size * self.page_size)  # a block that is part filled stays a block
         everything = self._held(row, row.blocks)
         choice = self.compressor.choose(row, everything, fold_to)
+        row.check_choice = choice.check
         in_body = 0 if row.body is None else int(row.body.lengths.sum())
         live = in_body + self.store.lanes * (row.front - row.tail_start)
         if int(choice.counts.sum()) == live and not choice.state:
@@ -298,7 +303,7 @@ class KVMemory:
         if self.compressor.keeps_everything(row):
             return True
         stop = Position(row.front // self.page_size * self.page_size)
-        everything = self._held(row, row.blocks)
+        everything = self._held(row, row.blocks, may_write=False)
         choice = self.compressor.choose(row, everything, stop)
         if int(choice.counts.min()) == row.front:  # a budget that holds so short a text
             return True
@@ -314,7 +319,7 @@ class KVMemory:
         self.store.move(plan.moves)
         self._bodies.add(plan.body)
         cache = Row(request=row.request, choice=row.choice, tokens=array("i"), keys=[], body=plan.body, draft_of=row)
-        cache.is_running = True
+        cache.is_running, cache.check_choice = True, choice.check
         row.drafting.cache, row.drafting.refusals = cache, 0
         self.drafting[row] = None
         self._count(cache)
@@ -438,11 +443,9 @@ class KVMemory:
         plan = plan_compaction(held, choice.keep[:, :slots], counts, fresh, stop=fold_to, page_size=self.page_size)
         plan.body.state = {name: plan.gather(values[:, :slots]) for name, values in choice.state.items()}
         self.store.move(plan.moves)
-        own = [block for block in folded if self._is_own(block)]
-        shared = [block for block in folded if not self._is_own(block)]
-        self.frames.split(own)
+        self.frames.split([block for block, is_used in zip(folded, plan.is_used, strict=True) if is_used])
         self.frames.release(plan.freed)
-        self.prefix.release(shared)
+        self.prefix.release([block for block, is_used in zip(folded, plan.is_used, strict=True) if not is_used])
         frames = len(folded) * self.store.lanes
         if row.body is not None:
             frames += row.body.frame_count(self.page_size)
@@ -459,8 +462,8 @@ class KVMemory:
 
         Finding room can move frames and lower the counts of blocks, so what was known of them before is not used again.
         """
+        held = before.first(len(folded), self.page_size)
         while True:
-            held = self._held(row, folded, before)
             blocks = self.frames.blocks_needed(int(frames_wanted(held, counts, self.page_size).sum()))
             if blocks <= self.pool.free:
                 return held
@@ -469,18 +472,18 @@ class KVMemory:
                 self.prefix.give_up(indexed)
             elif not room(blocks, row):
                 return None
+            held = self._held(row, folded)
 
-    def _held(self, row: Row, blocks: Sequence[BlockId], before: Held | None = None) -> Held:
-        """A row's slots. Only where they were known `before` is it said which blocks it may write to."""
+    def _held(self, row: Row, blocks: Sequence[BlockId], *, may_write: bool = True) -> Held:
+        """A row's slots."""
         return held_by(
             row.body,
             blocks,
-            [before is not None and self._is_own(block) for block in blocks],
+            self.pool.are_own(blocks) if may_write else [False] * len(blocks),
             length=row.front,
             lanes=self.store.lanes,
             page_size=self.page_size,
             device=self.store.device,
-            before=before,
         )
 
     def _note(self, row: Row, held: float, kept: float, frames_freed: int) -> None:
@@ -503,10 +506,6 @@ class KVMemory:
         assert row.body is not None
         row.body_blocks = -(-row.body.frame_count(self.page_size) // self.store.lanes)
         row.request.recount_blocks()
-
-    def _is_own(self, block: BlockId) -> bool:
-        """Of a running row's block: whether it may be written to in place."""
-        return self.pool.references(block) == 1 and not self.pool.is_kept(block)
 
     def _give_up(self, body: Body) -> None:
         self.frames.release(body.held(self.page_size))

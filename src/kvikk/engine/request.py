@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, NamedTuple, Protocol
@@ -302,6 +302,8 @@ class Row:
     """Positions below the trigger whose queries will be looked at."""
     queries: WatchedQueries | None = None
     """Those of `watched`, as far as computed."""
+    check_choice: Callable[[], None] | None = None
+    """`Choice.check` of its last trigger, until a step that came after it has been read."""
     segments: list[Segment] = field(default_factory=list)
     indexed_blocks: int = 0
     unforked: int = 1

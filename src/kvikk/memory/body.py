@@ -25,7 +25,8 @@ class Body:
         frames: `[lanes, columns]`, frame ids, contiguous; the null frame behind a lane's last.
         lengths: `[lanes]`, live slots of each lane.
         stop: first position of the tail: a multiple of the page size.
-        positions: `[lanes, columns * page_size]` int32 on the pool's device; garbage beyond a lane's length.
+        positions: `[lanes, columns * page_size]` int32 on the pool's device; later than any token beyond a lane's
+            length.
         state: what the policy remembers of each slot, by name: the same shape, fp32. Moves with the slots.
     """
 

@@ -8,7 +8,8 @@ alone: never of which blocks happened to be shared when the row was compacted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from kvikk.memory.body import Body, IntArray
 from kvikk.memory.upload import upload
 from kvikk.types import NULL_BLOCK, BlockId, Position
 
+NO_POSITION: Final = 2**31 - 1
+"""Of a body's slots beyond a lane's length: later than any token."""
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -26,23 +30,33 @@ class Held:
 
     Args:
         frames: `[lanes, columns]`, the null frame where a lane has none.
-        is_own: `[lanes, columns]`, frames that the row alone owns and may write to.
+        in_body: `[lanes]`, frames of the body, which are the first of each lane and the row's own.
+        is_own: `[blocks]` of the tail, whether the row alone owns them and may write to them.
         table: `frames`, on the device.
-        positions: `[lanes, columns * page_size]` int32 on the device.
+        positions: `[lanes, columns * page_size]` int64 on the device.
         live: the same shape, bool: what attention reads now.
     """
 
     frames: IntArray
+    in_body: IntArray
     is_own: NDArray[np.bool_]
     table: Tensor
     positions: Tensor
     live: Tensor
 
-    def first(self, columns: int, page_size: int) -> Held:
-        """The first columns only."""
+    @property
+    def body_columns(self) -> int:
+        """Columns before those of the tail."""
+        return int(self.frames.shape[1]) - len(self.is_own)
+
+    def first(self, blocks: int, page_size: int) -> Held:
+        """The body and the first blocks of the tail only."""
+        columns = self.body_columns + blocks
         slots = columns * page_size
-        on_host = self.frames[:, :columns], self.is_own[:, :columns]
-        return Held(*on_host, self.table[:, :columns], self.positions[:, :slots], self.live[:, :slots])
+        return replace(
+            self, frames=self.frames[:, :columns], is_own=self.is_own[:blocks], table=self.table[:, :columns],
+            positions=self.positions[:, :slots], live=self.live[:, :slots],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +67,7 @@ class Moves:
 
     Args:
         counts: `[lanes]`, how many of the moves are each lane's: they lie one lane after the other.
-        sources, targets: `[moves]` int64 slots, `frame * page_size + offset`, on the device.
+        sources, targets: `[2, moves]` int64 on the device: frames, and offsets in them.
     """
 
     counts: IntArray
@@ -68,11 +82,13 @@ class Compaction:
     Args:
         body: with its frames, lengths and positions; its policy state is the caller's to move with `gather`.
         moves: what to copy before it is read.
-        freed: frames of the row that the body does not need.
+        is_used: `[blocks]` of the tail, of which the body has frames now.
+        freed: frames of the old body, and of these blocks, that it does not need.
     """
 
     body: Body
     moves: Moves
+    is_used: NDArray[np.bool_]
     freed: IntArray
     _order: Tensor
 
@@ -90,7 +106,6 @@ def held_by(
     lanes: int,
     page_size: int,
     device: torch.device,
-    before: Held | None = None,
 ) -> Held:
     """A row's slots: its body, if it has one, and its tail.
 
@@ -102,32 +117,20 @@ def held_by(
         lanes: of the model.
         page_size: slots of a frame.
         device: of the pool.
-        before: the same slots, and maybe more behind them, as they were before frames moved or blocks changed hands.
     """
     start = 0 if body is None else body.stop
-    frames = np.asarray(blocks, dtype=np.int64)[None, :] * lanes + np.arange(lanes)[:, None]
-    own = np.broadcast_to(np.asarray(is_own, dtype=bool), frames.shape)
+    frames = np.asarray(blocks, dtype=np.int64) * lanes + np.arange(lanes)[:, None]
+    in_body = np.zeros(lanes, dtype=np.int64)
+    positions = torch.arange(start, start + len(blocks) * page_size, device=device).repeat(lanes, 1)
     if body is not None:
-        frames = np.concatenate([body.frames, frames], axis=1)
-        own = np.concatenate([body.live_columns(page_size), own], axis=1)
-    if before is not None:
-        known = before.first(frames.shape[1], page_size)
-        is_same = np.array_equal(frames, known.frames)
-        table = known.table if is_same else upload(frames, device)
-        return Held(frames, own, table, known.positions, known.live)
-    positions = torch.arange(start, start + len(blocks) * page_size, dtype=torch.int32, device=device)
-    positions = positions.expand(lanes, -1)
-    live = positions < length
-    if body is not None:
-        in_body = torch.arange(body.positions.shape[1], device=device) < upload(body.lengths, device)[:, None]
+        frames, in_body = np.concatenate([body.frames, frames], axis=1), -(-body.lengths // page_size)
         positions = torch.cat([body.positions, positions], dim=1)
-        live = torch.cat([in_body, live], dim=1)
-    return Held(frames, own, upload(frames, device), positions, live)
+    return Held(frames, in_body, np.asarray(is_own, dtype=bool), upload(frames, device), positions, positions < length)
 
 
 def frames_wanted(held: Held, counts: IntArray, page_size: int) -> IntArray:
     """Frames that each lane lacks to hold `counts` `[lanes]` tokens in frames of its own."""
-    lacking: IntArray = -(-counts // page_size) - held.is_own.sum(axis=1)
+    lacking: IntArray = -(-counts // page_size) - held.in_body - np.count_nonzero(held.is_own)
     return np.maximum(lacking, 0)
 
 
@@ -145,35 +148,42 @@ def plan_compaction(
         stop: where the tail begins afterwards.
         page_size: slots of a frame.
     """
-    needed = -(-counts // page_size)[:, None]
-    stays = held.is_own & (np.cumsum(held.is_own, axis=1) <= needed)
-    own = stays.sum(axis=1, keepdims=True)
+    needed, in_body = -(-counts // page_size)[:, None], held.in_body[:, None]
+    of_body = np.arange(held.body_columns) < np.minimum(in_body, needed)
+    of_tail = held.is_own & (np.cumsum(held.is_own) <= needed - in_body)
+    own = np.minimum(needed, in_body + np.count_nonzero(held.is_own))
     column = np.arange(needed.max(initial=0))
     frames = np.full((len(counts), len(column)), NULL_BLOCK, dtype=np.int64)
-    frames[column < own] = held.frames[stays]
+    frames[column < own] = held.frames[np.concatenate([of_body, of_tail], axis=1)]
     is_lacking = (column >= own) & (column < needed)
     assert len(fresh) == np.count_nonzero(is_lacking)
     frames[is_lacking] = fresh
+    is_used: NDArray[np.bool_] = np.any(of_tail, axis=0)
+    is_freed = np.arange(held.frames.shape[1]) < in_body
+    is_freed[:, : held.body_columns] &= ~of_body
+    is_freed[:, held.body_columns :] = is_used & ~of_tail
     first = np.cumsum(counts) - counts
     table = upload(np.column_stack([first, frames]), keep.device)
-    order, sources, targets = pack(
-        keep, held.table, table[:, 1:], table[:, 0], kept=int(counts.sum()), page_size=page_size
+    order, positions, places = pack(
+        keep, held.positions, held.table, table[:, 1:], table[:, 0], kept=int(counts.sum()), page_size=page_size
     )
     return Compaction(
-        body=Body(frames=frames, lengths=counts, stop=stop, positions=held.positions.gather(1, order)),
-        moves=Moves(counts=counts, sources=sources, targets=targets),
-        freed=held.frames[held.is_own & ~stays],
+        body=Body(frames=frames, lengths=counts, stop=stop, positions=positions),
+        moves=Moves(counts=counts, sources=places[:2], targets=places[2:]),
+        is_used=is_used,
+        freed=held.frames[is_freed],
         _order=order,
     )
 
 
 def pack(
-    keep: Tensor, before: Tensor, after: Tensor, first: Tensor, *, kept: int, page_size: int
+    keep: Tensor, positions: Tensor, before: Tensor, after: Tensor, first: Tensor, *, kept: int, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Where each kept slot goes, when those of a lane are packed in their order.
 
     Args:
         keep: `[lanes, slots]` bool.
+        positions: `[lanes, slots]` int64, of what the slots hold.
         before: `[lanes, columns]` int64, the frames that the slots lie in.
         after: `[lanes, columns]` int64, the frames that they go to, enough for the lane that keeps most.
         first: `[lanes]` int64, how many the lanes before keep.
@@ -181,17 +191,19 @@ def pack(
         page_size: slots of a frame.
 
     Returns:
-        `[lanes, slots]` int64, the slot before of each slot after, 0 beyond a lane's last; and `Moves.sources` and
-        `Moves.targets`.
+        `[lanes, slots]` int64, the slot before of each slot after, 0 beyond a lane's last; the same shape in int32, its
+        position, `NO_POSITION` there; `[4, kept]` int64, of each move the frame and the offset before, then after.
     """
     if keep.is_cuda:
         from kvikk.memory.gpu.pack import pack as pack_on_gpu  # imports triton
 
-        return pack_on_gpu(keep, before, after, first, kept=kept, page_size=page_size)
+        return pack_on_gpu(keep, positions, before, after, first, kept=kept, page_size=page_size)
     lane, slot = keep.nonzero_static(size=kept).unbind(1)
     place = torch.arange(kept, device=keep.device) - first[lane]
-    order = torch.zeros((len(after), after.shape[1] * page_size), dtype=torch.int64, device=keep.device)
+    shape = len(after), after.shape[1] * page_size
+    order = torch.zeros(shape, dtype=torch.int64, device=keep.device)
     order[lane, place] = slot
-    sources = before[lane, slot // page_size] * page_size + slot % page_size
-    targets = after[lane, place // page_size] * page_size + place % page_size
-    return order, sources, targets
+    packed = torch.full(shape, NO_POSITION, dtype=torch.int32, device=keep.device)
+    packed[lane, place] = positions[lane, slot].int()
+    source, target = before[lane, slot // page_size], after[lane, place // page_size]
+    return order, packed, torch.stack((source, slot % page_size, target, place % page_size))

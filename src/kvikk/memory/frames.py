@@ -65,8 +65,8 @@ class FramePool:
         Raises:
             PoolCorrupt: a block is shared, indexed or split already; nothing changed.
         """
-        for block in blocks:
-            if self.pool.references(block) != 1 or self.pool.is_kept(block) or block in self._split:
+        for block, is_own in zip(blocks, self.pool.are_own(blocks), strict=True):
+            if not is_own or block in self._split:
                 raise PoolCorrupt(f"block {block} cannot be split: it is shared, indexed or split already")
         self._live[blocks] = True
         self._counts[blocks] = self.frames_per_block
@@ -149,8 +149,9 @@ class FramePool:
             raise PoolCorrupt("the frames of split blocks are counted wrong")
         if set(np.flatnonzero(self._counts).tolist()) != self._split:
             raise PoolCorrupt("a block is split without a live frame, or owned singly without being split")
-        for block in self._split:
-            if self.pool.references(block) != 1 or self.pool.is_kept(block):
+        split = list(self._split)
+        for block, is_own in zip(split, self.pool.are_own(split), strict=True):
+            if not is_own:
                 raise PoolCorrupt(f"split block {block} is shared or indexed")
 
     def holders(self) -> list[list[BlockId]]:

@@ -55,6 +55,11 @@ class BlockPool:
         """Whether the block falls to *cached* rather than *free* when its last holder releases it."""
         return self._kept[block]
 
+    def are_own(self, blocks: Sequence[BlockId]) -> list[bool]:
+        """Of held blocks: whether they have one holder and are not kept, so that the holder may write to them."""
+        references, kept = self._references, self._kept
+        return [references[block] == 1 and not kept[block] for block in blocks]
+
     def take(self, blocks: int) -> list[BlockId]:
         """Reserve `blocks` free blocks with one reference each, all or none.
 

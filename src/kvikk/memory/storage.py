@@ -60,9 +60,8 @@ class KVStore:
             scales = self.words.view(torch.float32)[:, g.number_bytes // SCALE_BYTES :]
             self.scales = scales.view(frames, 2, g.page_size, *([g.row_scales] if g.quantised is INT4 else []))
         numbers_of = self.frames.view(_widest(g.row_elements * g.stored.itemsize, g.frame_bytes))
-        parts = [numbers_of] if self.scales is None else [numbers_of, self.scales]
-        self._token_rows: list[Tensor] = [part[:, kind] for part in parts for kind in (0, 1)]
-        """What a token has in a frame: K, V and their scales, each `[frames, page_size, ...]`, in words of any type."""
+        self._token_rows: list[Tensor] = [numbers_of] if self.scales is None else [numbers_of, self.scales]
+        """What tokens have in a frame: numbers and scales, `[frames, 2, page_size, ...]`, in words of any type."""
         self._blocks_of_words = self.words.view(blocks, -1)
         self._blocks_of_words[NULL_BLOCK].zero_()
 
@@ -128,13 +127,11 @@ class KVStore:
 
     def move(self, moves: Moves) -> None:
         """Copy tokens between frames; see `Moves`."""
-        page = self.geometry.page_size
         for span in self._spans(moves.counts):
-            sources, targets = moves.sources[span], moves.targets[span]
-            origin, source = sources // page, sources % page
-            frame, target = targets // page, targets % page
+            origin, source = moves.sources[:, span].unbind()
+            frame, target = moves.targets[:, span].unbind()
             for rows in self._token_rows:
-                rows[frame, target] = rows[origin, source]
+                rows[frame, :, target] = rows[origin, :, source]
 
     def save(self, frames: IntArray, blocks: Sequence[BlockId]) -> tuple[Tensor, Tensor]:
         """What frames and whole blocks hold, in the host's memory."""

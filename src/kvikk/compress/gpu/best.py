@@ -1,4 +1,4 @@
-"""Finds what stays of each lane without sorting it: see `compress.select.keep_mask`, its twin.
+"""Finds what stays of each lane without sorting it: see `keep_mask` and `keep_best` of `compress.select`, its twins.
 
 Score and position make one number of 63 bits for each slot, the best first, no two of a lane the same. The border below
 which as many lie as are to stay is found bit by bit, by counting.
@@ -30,26 +30,58 @@ def keep_mask(scores: Tensor, slots: LayerSlots, counts: Tensor | int, protected
         counts = torch.full((lanes,), counts, device=scores.device)
     kept = torch.empty((lanes, columns), dtype=torch.bool, device=scores.device)
     inputs = [each.contiguous() for each in (scores, slots.positions, slots.live, protected, counts)]
-    _keep[(lanes,)](*inputs, kept, columns, SLOTS=SLOTS_AT_ONCE, num_warps=16)
+    _keep[(lanes,)](*inputs, 0, 0, kept, kept, columns, GIVEN=True, SLOTS=SLOTS_AT_ONCE, num_warps=16)
     return kept
 
 
+def keep_best(scores: Tensor, slots: LayerSlots, count: int, *, sinks: int, window: int) -> tuple[Tensor, Tensor]:
+    """The same for sinks and a window, with the number of slots that were not scored; see `select.keep_best`.
+
+    Args:
+        scores: `[lanes, slots]` fp32.
+        slots: which token each slot holds.
+        count: slots that each lane keeps.
+        sinks: first positions of the row, which stay.
+        window: last positions of the row, which stay.
+    """
+    lanes, columns = scores.shape
+    kept = torch.empty((lanes, columns), dtype=torch.bool, device=scores.device)
+    unscored = torch.empty(lanes, dtype=torch.int64, device=scores.device)
+    given, positions, live = (each.contiguous() for each in (scores, slots.positions, slots.live))
+    _keep[(lanes,)](
+        given, positions, live, live, count, sinks, slots.length - window, kept, unscored, columns,
+        GIVEN=False, SLOTS=SLOTS_AT_ONCE, num_warps=16,
+    )  # fmt: skip
+    return kept, unscored
+
+
 @triton.jit
-def _load(scores, positions, live, protected, start, slots, SLOTS: tl.constexpr):
-    """The numbers of some slots, which of these may stay, and which do so in any case."""
+def _load(
+    scores, positions, live, protected, sinks, recent, start, slots, GIVEN: tl.constexpr, SLOTS: tl.constexpr
+):  # fmt: skip
+    """The numbers of some slots, which of these may stay, which do so in any case, and which were not scored."""
     slot = start + tl.arange(0, SLOTS)
     inside = slot < slots
-    bits = tl.load(scores + slot, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+    score = tl.load(scores + slot, mask=inside, other=0.0)
+    bits = score.to(tl.int32, bitcast=True)
     bits = tl.where((bits << 1) == 0, 0, bits)  # -0.0 becomes 0.0: they are equal
     ascending = bits ^ (bits >> 31 & 0x7FFFFFFF)
     position = tl.load(positions + slot, mask=inside, other=0)
-    is_protected = tl.load(protected + slot, mask=inside, other=0) != 0
-    is_free = (tl.load(live + slot, mask=inside, other=0) != 0) & ~is_protected
-    return (0x7FFFFFFF - ascending.to(tl.int64)) << 31 | position, is_free, is_protected
+    is_live = tl.load(live + slot, mask=inside, other=0) != 0
+    if GIVEN:
+        is_protected = tl.load(protected + slot, mask=inside, other=0) != 0
+    else:
+        is_protected = is_live & ((position < sinks) | (position >= recent))
+    number = (0x7FFFFFFF - ascending.to(tl.int64)) << 31 | position
+    return number, is_live & ~is_protected, is_protected, is_live & ~(score < float("inf"))
 
 
-@triton.jit(do_not_specialize=["slots"])
-def _keep(scores, positions, live, protected, counts, kept, slots, SLOTS: tl.constexpr):
+@triton.jit(do_not_specialize=["counts", "sinks", "recent", "slots"])
+def _keep(
+    scores, positions, live, protected, counts, sinks, recent, kept, unscored, slots,
+    GIVEN: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Sinks and what is recent from a position on are protected, or what is `GIVEN`: then `counts` is of each lane."""
     lane = tl.program_id(0).to(tl.int64)
     scores += lane * slots
     positions += lane * slots
@@ -57,23 +89,34 @@ def _keep(scores, positions, live, protected, counts, kept, slots, SLOTS: tl.con
     protected += lane * slots
     own = tl.zeros((), dtype=tl.int32)
     free = tl.zeros((), dtype=tl.int32)
+    bad = tl.zeros((), dtype=tl.int32)
     for start in range(0, slots, SLOTS):
-        _, is_free, is_protected = _load(scores, positions, live, protected, start, slots, SLOTS)
+        _, is_free, is_protected, is_bad = _load(
+            scores, positions, live, protected, sinks, recent, start, slots, GIVEN, SLOTS
+        )
         own += tl.sum(is_protected.to(tl.int32), axis=0)
         free += tl.sum(is_free.to(tl.int32), axis=0)
-    wanted = tl.minimum(tl.maximum(tl.load(counts + lane).to(tl.int32) - own, 0), free)
+        bad += tl.sum(is_bad.to(tl.int32), axis=0)
+    if GIVEN:
+        count = tl.load(counts + lane).to(tl.int32)
+    else:
+        count = counts
+        tl.store(unscored + lane, bad.to(tl.int64))
+    wanted = tl.minimum(tl.maximum(count - own, 0), free)
     border = tl.zeros((), dtype=tl.int64)
     below = tl.zeros((), dtype=tl.int32)
     step = tl.full((), 1 << 62, dtype=tl.int64)
     while (below != wanted) & (step != 0):
-        count = tl.zeros((), dtype=tl.int32)
+        found = tl.zeros((), dtype=tl.int32)
         for start in range(0, slots, SLOTS):
-            number, is_free, _ = _load(scores, positions, live, protected, start, slots, SLOTS)
-            count += tl.sum((is_free & (number < border + step)).to(tl.int32), axis=0)
-        border = tl.where(count <= wanted, border + step, border)
-        below = tl.where(count <= wanted, count, below)
+            number, is_free, _, _ = _load(scores, positions, live, protected, sinks, recent, start, slots, GIVEN, SLOTS)
+            found += tl.sum((is_free & (number < border + step)).to(tl.int32), axis=0)
+        border = tl.where(found <= wanted, border + step, border)
+        below = tl.where(found <= wanted, found, below)
         step = step >> 1
     for start in range(0, slots, SLOTS):
-        number, is_free, is_protected = _load(scores, positions, live, protected, start, slots, SLOTS)
+        number, is_free, is_protected, _ = _load(
+            scores, positions, live, protected, sinks, recent, start, slots, GIVEN, SLOTS
+        )
         slot = start + tl.arange(0, SLOTS)
         tl.store(kept + lane * slots + slot, is_protected | (is_free & (number < border)), mask=slot < slots)

@@ -22,7 +22,7 @@ LOG2_E = 1.4426950408889634
 
 
 def accumulated_attention(
-    queries: Tensor, query_positions: Tensor, keys: Tensor, slots: LayerSlots, *, scale: float
+    queries: Tensor, query_positions: Tensor, keys: Tensor, slots: LayerSlots, *, scale: float, share: float = 1.0
 ) -> Tensor:
     """The attention mass of each slot, as `attending.accumulated_attention` gives it.
 
@@ -32,6 +32,7 @@ def accumulated_attention(
         keys: `[kv_heads, slots, head_dim]`, of the same dtype or fp32.
         slots: which token each slot holds.
         scale: of the logits.
+        share: of each mass that is wanted.
     """
     (q_heads, window, head_dim), (kv_heads, columns, _) = queries.shape, keys.shape
     group = q_heads // kv_heads
@@ -52,7 +53,7 @@ def accumulated_attention(
         *inputs, scale * LOG2_E, columns, window, group, span, **sizes
     )
     _masses[(triton.cdiv(columns, SLOTS), kv_heads)](
-        *inputs, mass, scale * LOG2_E, columns, window, group, splits,
+        *inputs, mass, scale * LOG2_E, share, columns, window, group, splits,
         SPLITS=triton.next_power_of_2(splits), **sizes,
     )  # fmt: skip
     return mass
@@ -108,7 +109,7 @@ def _log_sums(
 
 @triton.jit(do_not_specialize=["slots", "window", "group", "splits"])
 def _masses(
-    queries, query_positions, keys, positions, live, parts, mass, scale, slots, window, group, splits,
+    queries, query_positions, keys, positions, live, parts, mass, scale, share, slots, window, group, splits,
     SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -131,4 +132,4 @@ def _masses(
         )  # fmt: skip
         total += tl.sum(tl.where(seen, tl.exp2(logits - log_sum[:, None]), 0.0), axis=0)
     slot = first_slot + tl.arange(0, SLOTS)
-    tl.store(mass + lane * slots + slot, total / group, mask=slot < slots)
+    tl.store(mass + lane * slots + slot, total / group * share, mask=slot < slots)

@@ -27,10 +27,11 @@ class BodyArena:
     """
 
     def __init__(self, seats: int, lanes: int, frames: int, page_size: int, device: torch.device) -> None:
+        self._lanes = torch.zeros((seats + 1, 2, lanes), dtype=torch.int32, device=device)  # one copy writes both
         self.bodies = Bodies(
             frames=torch.zeros(frames, dtype=torch.int32, device=device),
-            offsets=torch.zeros((seats + 1, lanes), dtype=torch.int32, device=device),
-            lengths=torch.zeros((seats + 1, lanes), dtype=torch.int32, device=device),
+            offsets=self._lanes[:, 0],
+            lengths=self._lanes[:, 1],
         )
         self._page_size = page_size
         self._held: dict[int, Body] = {}
@@ -59,8 +60,7 @@ class BodyArena:
         frames = body.held(self._page_size)
         start, self._end = self._end, self._end + len(frames)
         _send(self.bodies.frames[start : self._end], frames)
-        _send(self.bodies.offsets[seat], start + np.cumsum(held) - held)
-        _send(self.bodies.lengths[seat], body.lengths)
+        _send(self._lanes[seat], np.stack((start + np.cumsum(held) - held, body.lengths)))
 
 
 def _send(target: Tensor, numbers: NDArray[np.int64]) -> None:
