@@ -175,3 +175,27 @@ def test_decoding_comes_near_the_best_rounds_that_the_times_of_device_and_host_a
     measured = tokens_per_s(engine, device, lossless=True)
     held_up = 1 - (device.steps // 50) * hold_up_s * measured / (ROWS * ANSWER)
     assert measured > 0.9 * held_up * best_tokens_per_s(acceptance)
+
+
+def test_the_time_in_which_there_is_no_request_counts_with_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(acceptance=0.9)
+    engine = engine_on(device, monkeypatch)
+    noted: list[float] = []
+    monkeypatch.setattr(engine.scheduler.rounds.times, "record", lambda *_, seconds, **__: noted.append(seconds))
+    kv_cache = {"policy": "streaming", "budget": "50%", "lossless": True}
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=40, kv_cache=kv_cache)
+    for _ in range(3):
+        engine.add(list(range(PROMPT)), params)
+        while engine.has_work:
+            engine.step()
+        device.now_s += 100
+    request = engine.add(list(range(PROMPT)), params)
+    while not noted[-1:] or len(request.rows[0].generated) < 20:
+        engine.step()
+    engine.abort(request.id)  # with a step in flight
+    device.now_s += 100
+    engine.add(list(range(PROMPT)), params)
+    while engine.has_work:
+        engine.step()
+    assert noted
+    assert max(noted) < 1

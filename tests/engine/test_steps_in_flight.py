@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -443,3 +445,26 @@ def test_a_draft_that_ends_early_is_not_computed_on_beside_rows_that_the_host_sa
             runner.nan_next |= bad_logits and rng.random() < 0.1
             world.step()
         world.drain()
+
+
+def test_what_an_interrupt_leaves_to_be_written_out_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(60, seqs=4, budget=40, runner=AheadShadowRunner(0.0))
+    kv_cache = {"policy": "random", "budget": 0.5, "trigger": "prefill", "lossless": True, "draft_tokens": 3}
+    requests = [world.add([i] * 17, max_tokens=30, ignore_eos=True, seed=i, kv_cache=kv_cache) for i in range(3)]
+    verify, write, calls = world.engine._verify, world.engine._write, Counter[str]()
+
+    def verified(*args: Any) -> None:
+        calls["verified"] += 1
+        verify(*args)
+
+    def written(*args: Any) -> list[EngineOutput]:
+        calls["written"] += 1
+        if calls["written"] == 3:
+            raise KeyboardInterrupt
+        return write(*args)
+
+    monkeypatch.setattr(world.engine, "_verify", verified)
+    monkeypatch.setattr(world.engine, "_write", written)
+    world.drain()
+    assert sum(request.kv_usage.rounds for request in requests if request.kv_usage) == calls["verified"]
+    assert world.engine.scheduler.rounds.counters.rounds == calls["verified"]

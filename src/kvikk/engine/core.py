@@ -209,6 +209,8 @@ class Engine:
         )
         self.kv.plan_trigger(row)
         request.rows.append(row)
+        if not self._requests:  # no step was asked for since the last one ended
+            self._step_clock.interrupt()
         self._requests[request_id] = request
         self.scheduler.add(row)
         return request
@@ -277,14 +279,14 @@ class Engine:
         return outputs
 
     def _written(self) -> list[EngineOutput]:
-        """The outputs that are not handed out yet, in their order."""
-        outputs: list[EngineOutput] = []
-        for output in self._outputs:
-            if isinstance(output, EngineOutput):
-                outputs.append(output)
-            else:
-                outputs += self._write(output)
-        return outputs
+        """The outputs that are not handed out yet, in their order: after an interrupt none is counted again."""
+        at = 0
+        while at < len(self._outputs):
+            output = self._outputs[at]
+            written = [output] if isinstance(output, EngineOutput) else self._write(output)
+            self._outputs[at : at + 1] = written
+            at += len(written)
+        return [output for output in self._outputs if isinstance(output, EngineOutput)]
 
     def _compute(self, plan: StepPlan) -> None:
         """Start a step where the runner can; else read all that is in flight, compute the step and read it."""
