@@ -49,6 +49,9 @@ class StepClock:
             self._last = plan, step
             if step is self._alone:
                 self._end_last(None)
+                self._alone = None  # and its rows can go
+            if step is self._newest:
+                self._newest = None
         elif since is not None and now > since:
             self._note(plan, now - since)
 

@@ -8,15 +8,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvikk.attention.gpu.rows import Bodies
+from kvikk.engine.request import Row
 from kvikk.memory import Body
 
 
 class BodyArena:
     """The bodies of rows by seat, at addresses that stay.
 
-    A body is laid down behind the last one. When the arena ends, all that are still there are laid down anew from its
-    start: they fit, as every frame of the pool belongs to one of them at the most. What is written is seen by steps
-    that are started later, and only by these.
+    A body is laid down behind the last one. When the arena ends, those that running rows have by now are laid down anew
+    from its start: they fit, as every frame of the pool belongs to one of them at the most. (Of rows that have ended,
+    and of bodies that were compacted since, frames belong to others.) What is written is seen by steps that are started
+    later, and only by these.
 
     Args:
         seats: rows that can be known at once.
@@ -34,21 +36,25 @@ class BodyArena:
             lengths=self._lanes[:, 1],
         )
         self._page_size = page_size
-        self._held: dict[int, Body] = {}
+        self._held: dict[int, Row] = {}
         self._end = 0
 
     def __contains__(self, seat: int) -> bool:
         return seat in self._held
 
-    def put(self, seat: int, body: Body) -> None:
-        """The row at this seat has this body now."""
-        self._held[seat] = body
-        if self._end + body.frame_count(self._page_size) > len(self.bodies.frames):
-            self._end = 0
-            for other, its_body in self._held.items():
-                self._write(other, its_body)
-        else:
-            self._write(seat, body)
+    def put(self, seat: int, row: Row) -> None:
+        """The running row at this seat has another body now."""
+        assert row.body is not None
+        self._held[seat] = row
+        if self._end + row.body.frame_count(self._page_size) <= len(self.bodies.frames):
+            self._write(seat, row.body)
+            return
+        self._end = 0
+        for other, its_row in [*self._held.items()]:
+            if its_row.is_running and its_row.body is not None:
+                self._write(other, its_row.body)
+            else:
+                self.clear(other)
 
     def clear(self, seat: int) -> None:
         """The seat has another row, without a body."""

@@ -114,7 +114,8 @@ class GpuRunner:
         """Never none: so one graph serves large verifications with some other rows and without."""
         self._seats = SeatMap(seats, max_blocks, self._detach, cache_seats=all_seats - seats)
         largest = StepShape(singles=max_rows, runs=max_tokens, tokens=2 * max_tokens, outputs=2 * most_outputs)
-        words = largest.fixed_words + COMMAND * max_rows + 2 * TABLE_WRITES
+        fixed_words = max(shape.fixed_words for shape in (largest, *self._verification_shapes()))
+        words = fixed_words + COMMAND * max_rows + 2 * TABLE_WRITES
         self._descriptor = DescriptorBuffer(words, store.device)
         self._arena = BodyArena(all_seats, store.lanes, len(store.frames), page, store.device)
         self._ragged = ragged
@@ -300,8 +301,8 @@ class GpuRunner:
             self._arena.clear(mirror.seat)  # of the row that sat there before
             return
         content.ragged = True
-        if body.frames is not mirror.frames:
-            self._arena.put(mirror.seat, body)
+        if body.frames is not mirror.frames or mirror.seat not in self._arena:
+            self._arena.put(mirror.seat, mirror.row)
             mirror.frames = body.frames
             content.commands += seat_command(mirror)
 
