@@ -17,7 +17,7 @@ from kvikk.cli.main import main
 from kvikk.configuration import build
 from kvikk.engine import SampledToken
 from kvikk.engine.core import agreeing
-from kvikk.engine.drafting import RoundCosts
+from kvikk.engine.drafting import RoundCosts, StepTimes
 from kvikk.errors import ConfigError
 
 
@@ -115,8 +115,8 @@ def test_steps_with_prompts_count_for_the_whole_and_not_for_decoding() -> None:
         Step(14.0, 4, 1, 1, 1, is_decoding=True, starts=False, ends=True),
     ]
     found = Run(
-        texts=[], steps=steps, gaps_ms=[], first_tokens_ms=[], usage=[], drafts=DraftTally(), preemptions=0,
-        partings=0, refused=0,
+        texts=[], steps=steps, gaps_ms=[], first_tokens_ms=[], usage=[], drafts=DraftTally(), times=StepTimes(),
+        preemptions=0, partings=0, refused=0,
     )  # fmt: skip
     assert (found.tokens_per_s, found.decode_tokens_per_s) == (3.5, 6.0)
     assert (found.rows, found.drafting, found.parted) == (1.75, 0.75, 0.5)

@@ -15,7 +15,7 @@ def best_tokens_per_s(run: Run, engine: Engine, *, blocks: int, looks_up: bool) 
 
     Args:
         run: that was measured.
-        engine: that it was measured on, which knows what its steps and its link take.
+        engine: that it was measured on, which knows what its link takes.
         blocks: of a row's whole KV.
         looks_up: drafts cost nothing, and are not always there.
 
@@ -25,7 +25,7 @@ def best_tokens_per_s(run: Run, engine: Engine, *, blocks: int, looks_up: bool) 
     acceptance = run.drafts.acceptance
     if acceptance is None:
         return None
-    times, rests = engine.scheduler.rounds.times, engine.kv.rests
+    times, rests = run.times, engine.kv.rests
     share = _share_of_drafts(run) if looks_up else 1.0
     survival = run.drafts.survival(MAX_DRAFT_TOKENS)
     committed = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import torch
 from kvikk.bench.device import synchronize
 from kvikk.bench.step import NotMeasured, checked_step
 from kvikk.engine import Engine, EngineOutput, KVCacheUsage, Request, SamplingParams
+from kvikk.engine.drafting import StepTimes
 
 
 @dataclass
@@ -86,6 +88,7 @@ class Run:
         first_tokens_ms: of each request, from the start of all.
         usage: what came of compressing and drafting, by request.
         drafts: what came of drafted tokens, of the whole run.
+        times: what steps took, as the engine thought when the last step that is counted had been read.
         preemptions: of rows, in the whole run.
         partings, refused: the same of `RestCounters`; 0 where the host has no part of the KV.
     """
@@ -96,6 +99,7 @@ class Run:
     first_tokens_ms: list[float]
     usage: list[KVCacheUsage | None]
     drafts: DraftTally
+    times: StepTimes
     preemptions: int
     partings: int
     refused: int
@@ -181,7 +185,7 @@ def run(
     while engine.has_work:
         outputs = checked_step(engine)
         record.note(engine, outputs, clock())
-    steps = record.steps
+    steps, times = record.steps, engine.scheduler.rounds.times
     if not is_whole:
         first = next((index for index, step in enumerate(steps) if step.starts), len(steps))
         last = next((index for index, step in enumerate(steps) if step.ends), 0)
@@ -191,6 +195,8 @@ def run(
                 "--output-len, or --whole-run"
             )
         steps = steps[first : last + 1]
+        assert record.times_at_first_end is not None
+        times = record.times_at_first_end  # few rows are left behind it, whose steps tell little of those with all
     since_s, until_s = steps[0].ended_s, steps[-1].ended_s
     now = _counted(engine)
     return Run(
@@ -200,6 +206,7 @@ def run(
         first_tokens_ms=[(at - start_s) * 1e3 for at in record.firsts],
         usage=[request.kv_usage for request in record.requests],
         drafts=record.drafts,
+        times=times,
         preemptions=now[0] - preemptions,
         partings=now[1] - partings,
         refused=now[2] - refused,
@@ -217,6 +224,7 @@ class _Record:
         """When a request gained tokens, and for how long it had gained none."""
         self.firsts: list[float] = []
         self.drafts = DraftTally()
+        self.times_at_first_end: StepTimes | None = None
         self._last: dict[str, float] = {}
         self._told: dict[str, tuple[int, int, int]] = {}
         self._short = len(requests)
@@ -237,6 +245,8 @@ class _Record:
             self._note_gain(request, now_s)
         running, rests = engine.scheduler.running, engine.kv.rests
         ended = sum(out.finish_reason is not None for out in outputs)
+        if ended and self.times_at_first_end is None:
+            self.times_at_first_end = deepcopy(engine.scheduler.rounds.times)
         has_prompts = any(not row.has_begun for row in running)
         self.steps.append(
             Step(
