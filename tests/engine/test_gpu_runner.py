@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from kvikk.attention import attention_backend
+from kvikk.compress.config import MAX_DRAFT_TOKENS
 from kvikk.engine import Engine, EngineConfig, EngineLimits, SamplingParams
 from kvikk.engine.compressor import PolicyCompressor
 from kvikk.engine.config import SchedulerConfig
@@ -23,6 +25,7 @@ from kvikk.engine.gpu.descriptor import (
     HEADER,
     IS_ROW,
     IS_STORED,
+    RUN,
     SINGLE,
     DescriptorBuffer,
     StepContent,
@@ -36,7 +39,7 @@ from kvikk.engine.runner import ModelRunner
 from kvikk.memory import KVStore
 from kvikk.models import toy_model
 from kvikk.prefix import KeySpace
-from kvikk.types import BlockId
+from kvikk.types import BlockId, Numerics
 
 VOCABULARY, MAX_LEN, STEP_TOKENS, ROWS = 256, 200, 48, 8
 Kind = Literal["plain", "eager", "graph"]
@@ -191,6 +194,35 @@ def test_short_steps_have_a_shape_that_is_captured_also_where_few_rows_run(kerne
     met = set(runner._eager)
     assert any(shape.runs and shape.singles for shape in met)
     assert met <= set(runner.graph_shapes())
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+def test_no_verification_waits_for_a_graph_whatever_is_drafted_and_whatever_other_rows_do(numerics: Numerics) -> None:
+    model, rows, step_tokens = toy_model(), 96, 1024
+    store = KVStore(model.spec.geometry(16), 40, torch.device("cpu"))
+    runner = GpuRunner(
+        model, store, attention_backend("triton", store),
+        max_rows=rows, max_tokens=step_tokens, max_model_len=256, numerics=numerics, enforce_eager=True, lossless=True,
+    )  # fmt: skip
+    at_start = runner.graph_shapes()
+    for shape in at_start:
+        runner._captured[shape] = SimpleNamespace(shape=shape)  # type: ignore[assignment]
+    for drafting in (1, 2, 7, 33, 60, rows):
+        for drafts in range(1, 1 + min(MAX_DRAFT_TOKENS, step_tokens // drafting - 1)):
+            for others in {0, 1, 20, rows - drafting}:
+                if drafting + others > rows:
+                    continue
+                tokens = drafting * (1 + drafts)
+                content = StepContent(
+                    singles=[0] * SINGLE * others, runs=[0] * RUN * drafting, tokens=array("i", [0] * tokens),
+                    longest_run=1 + drafts,
+                )  # fmt: skip
+                taken = runner._program(content, runner._singles_size(content) + tokens).shape
+                assert taken in at_start
+                assert taken.runs >= drafting
+                assert taken.tokens >= tokens
+                assert taken.singles >= others
+                assert taken.short_runs == 0 or taken.short_runs >= 1 + drafts
 
 
 @pytest.mark.usefixtures("few_runs")

@@ -103,6 +103,7 @@ class GpuRunner:
         self._plain = ModelRunner(model, store, backend)
         self._store = store
         self._max_rows = max_rows
+        self._max_tokens = max_tokens
         self._sizes = decode_sizes(max_rows)
         group = model.spec.q_heads // max(store.geometry.kv_heads)
         self._short_runs = short_run_sizes(group) if numerics == "fast" else []
@@ -166,14 +167,14 @@ class GpuRunner:
     def _verification_shapes(self) -> list[StepShape]:
         """Of verifications of all rows, with runs of all lengths, and of some rows beside others that draft nothing."""
         shapes = []
-        beside_others = self._short_runs[-1] if self._short_runs else 0
+        serve_others = {0, *self._short_runs[-1:]}  # what serves longer runs serves shorter ones, too
         for short in (*self._short_runs, 0):
-            most = _verification_tokens((short or 1 + MAX_DRAFT_TOKENS) * self._max_rows)
+            most = _verification_tokens(min((short or 1 + MAX_DRAFT_TOKENS) * self._max_rows, self._max_tokens))
             for tokens in (size for size in VERIFICATION_TOKENS if size <= most):
                 if tokens > GRAPH_TOKENS[-1]:
                     singles = self._sizes_beside_many_drafts
                 else:
-                    singles = self._sizes_beside_prompts if short == beside_others else [0]
+                    singles = self._sizes_beside_prompts if short in serve_others else [0]
                 shapes += [_verification_shape(each, tokens, short) for each in singles]
         return shapes
 
