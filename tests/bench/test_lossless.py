@@ -31,7 +31,7 @@ def test_the_table_has_a_row_for_each_way_to_draft_with_the_same_text(
 ) -> None:
     out = tmp_path / "lossless.json"
     words = "bench lossless --model smollm2 --device cpu --dtype float32 --kv-memory 64MiB --max-model-len 400"
-    words += " --at 2x200 --output-len 24 --policies streaming,ngram --budgets 50% --draft-length 3"
+    words += " --at 2x200 --output-len 24 --policies streaming,ngram --budgets 50% --draft-length 3 --controls"
     assert main([*words.split(), "--json", str(out)]) == 0
     streaming, ngram = rows_of(out)
     for row in (streaming, ngram):
@@ -45,7 +45,12 @@ def test_the_table_has_a_row_for_each_way_to_draft_with_the_same_text(
         assert row["rows_at_once"] == 2
     assert (streaming["policy"], streaming["budget"], ngram["policy"]) == ("streaming", "50%", "ngram")
     assert 0 < streaming["accepted_per_round"] <= 3
-    assert "same text" in capsys.readouterr().out
+    assert (streaming["halved_identical"], streaming["halved_largest_gap_nats"]) == (2, None)
+    assert streaming["lossy_identical"] < 2, "what the policy drops matters to these texts"
+    assert ngram["lossy_identical"] is None
+    said = capsys.readouterr().out
+    assert "same text" in said
+    assert "lossless: 2; whole cache in two halves: 2; the policy alone: " in said
 
 
 def test_where_rows_queue_all_is_timed_and_what_the_host_did_is_told_and_acceptance_can_be_drawn(

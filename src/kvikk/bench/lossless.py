@@ -21,7 +21,16 @@ from kvikk.attention import AttentionBackend
 from kvikk.bench.datasets import at_least, names_in
 from kvikk.bench.device import header
 from kvikk.bench.lossless_model import best_tokens_per_s
-from kvikk.bench.lossless_result import NGRAM, NOT_COMPARED, LosslessResult, ResultRow, figures, identity
+from kvikk.bench.lossless_result import (
+    NGRAM,
+    NOT_COMPARED,
+    LosslessResult,
+    ResultRow,
+    count_identical,
+    figures,
+    gaps_of_partings,
+    identity,
+)
 from kvikk.bench.lossless_run import Run, run
 from kvikk.bench.match import token_ids
 from kvikk.bench.random_engine import load_random
@@ -55,6 +64,8 @@ class LosslessConfig:
             --kv-host-memory in any case.
         replay: probabilities that a drafted token is right, separated by commas: a simulation. --model names a shape
             then, with random weights and prompts, and how many drafts agree is drawn; speed alone is measured.
+        controls: also compare the plain texts with those of the whole cache in two halves of the rows, and with those
+            that each policy gives alone: whether the comparison could have told a difference.
         json: file to write the result to.
     """
 
@@ -66,6 +77,7 @@ class LosslessConfig:
     draft_length: int | None = None
     whole_run: bool = False
     replay: str | None = None
+    controls: bool = False
     json: str | None = None
 
     def __post_init__(self) -> None:
@@ -73,6 +85,8 @@ class LosslessConfig:
         _, _, methods = self.points, self.acceptances, self.methods()
         if self.replay is not None and any("drafter" in method for method in methods):
             raise ConfigError("--replay has random prompts, in which nothing can be looked up: leave ngram out")
+        if self.replay is not None and self.controls:
+            raise ConfigError("--replay compares no texts: leave --controls out")
 
     @property
     def points(self) -> list[tuple[int, int]]:
@@ -154,6 +168,7 @@ def bench_lossless(config: BenchLosslessConfig) -> LosslessResult:
         if not config.is_whole_run:
             _compute(engine, prompts)
         plain = _measured(engine, prompts, config, None)
+        halved = _control_in_halves(engine, prompts, plain, config) if lossless.controls else {}
         for method in lossless.methods():
             for acceptance in lossless.acceptances:
                 lot.acceptance = acceptance or 0.0
@@ -168,6 +183,8 @@ def bench_lossless(config: BenchLosslessConfig) -> LosslessResult:
                     | figures(method, plain, drafted)
                     | {"predicted": None if best is None else best / plain.decode_tokens_per_s}
                     | (identity(engine, prompts, plain, drafted) if acceptance is None else NOT_COMPARED)
+                    | halved
+                    | (_control_of_policy(engine, prompts, plain, config, method) if lossless.controls else {})
                 )
     head = header(device) | {
         "texts": "random tokens" if lossless.replay else lossless.texts, "output_len": lossless.output_len,
@@ -233,6 +250,32 @@ def _measured(
         measured = run(engine, prompts, config.lossless.output_len, method, device=device, is_whole=config.is_whole_run)
     engine.check()
     return measured
+
+
+def _texts(
+    engine: Engine, prompts: list[array[int]], config: BenchLosslessConfig, method: dict[str, Any] | None
+) -> list[list[int]]:
+    device = config.engine.model.torch_device()
+    return run(engine, prompts, config.lossless.output_len, method, device=device, is_whole=True).texts
+
+
+def _control_in_halves(engine: Engine, prompts: list[array[int]], plain: Run, config: BenchLosslessConfig) -> ResultRow:
+    """How many texts are the same where the whole cache decodes them in two smaller batches."""
+    half = len(prompts) // 2
+    parts = [part for part in (prompts[:half], prompts[half:]) if part]
+    texts = [text for part in parts for text in _texts(engine, part, config, None)]
+    gaps = gaps_of_partings(engine, prompts, plain.texts, texts)
+    return {"halved_identical": count_identical(plain.texts, texts), "halved_largest_gap_nats": max(gaps, default=None)}
+
+
+def _control_of_policy(
+    engine: Engine, prompts: list[array[int]], plain: Run, config: BenchLosslessConfig, method: dict[str, Any]
+) -> ResultRow:
+    """How many texts are the same where the policy drops tokens for good; null where drafts are looked up."""
+    if "policy" not in method:
+        return {"lossy_identical": None}
+    lossy = {name: method[name] for name in ("policy", "budget")}
+    return {"lossy_identical": count_identical(plain.texts, _texts(engine, prompts, config, lossy))}
 
 
 def _where(

@@ -48,6 +48,14 @@ class LosslessResult:
                 f"{row['predicted'] or float('nan'):>10.2f}{same:>14}{ties:>10}{row['drafted']:>9,}"
                 f"{row['accepted']:>9,}{row['accepted_per_round']:>8.2f}"
             )
+        for row in self.rows:
+            if "halved_identical" in row:
+                lossy = "" if row["lossy_identical"] is None else f"; the policy alone: {row['lossy_identical']}"
+                yield (
+                    f"{row['rows']}x{row['context']} {row['policy']} {row['budget']}: of {row['prompts']} plain texts "
+                    f"the same are, lossless: {row['identical']}; whole cache in two halves: {row['halved_identical']}"
+                    f"{lossy}"
+                )
         if any(row["identical"] is None for row in self.rows):
             yield "A simulation: weights and prompts are random, and how many drafts agree is drawn."
         for row in self.rows:
@@ -89,10 +97,15 @@ def identity(engine: Engine, prompts: Sequence[Sequence[int]], plain: Run, draft
     """Whether the texts are the plain ones, and by how much tokens lead where they are not."""
     gaps = gaps_of_partings(engine, prompts, plain.texts, drafted.texts)
     return {
-        "identical": sum(a == b for a, b in zip(plain.texts, drafted.texts, strict=True)),
+        "identical": count_identical(plain.texts, drafted.texts),
         "near_ties": sum(gap <= NEAR_TIE_NATS for gap in gaps),
         "largest_gap_nats": max(gaps, default=None),
     }
+
+
+def count_identical(plain: list[list[int]], others: list[list[int]]) -> int:
+    """How many of the texts are the plain ones."""
+    return sum(a == b for a, b in zip(plain, others, strict=True))
 
 
 def gaps_of_partings(
