@@ -152,7 +152,7 @@ def test_a_policy_that_fails_leaves_nothing_behind(subject: Subject, monkeypatch
 def test_texts_that_are_too_few_or_nowhere_are_refused_with_the_way_out(subject: Subject, tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="lower --documents or --length"):
         documents("prose", 3, 10**6, subject.encode)
-    with pytest.raises(ConfigError, match="nor a folder"):
+    with pytest.raises(ConfigError, match="and no folder"):
         documents("nowhere", 1, 10, subject.encode)
     (tmp_path / "b.txt").write_text("two " * 50)
     (tmp_path / "a.txt").write_text("one " * 50)
