@@ -191,9 +191,7 @@ class Drafting:
     @property
     def missing(self) -> int:
         """Tokens of the round that are still to be drafted."""
-        if self.cache is None or not self.length:
-            return 0
-        return self.length - (len(self.cache.tokens) - self.base)
+        return self.length - self.drafted
 
     @property
     def drafted(self) -> int:

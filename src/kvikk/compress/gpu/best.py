@@ -35,14 +35,9 @@ def keep_mask(scores: Tensor, slots: LayerSlots, counts: Tensor | int, protected
 
 
 def keep_best(scores: Tensor, slots: LayerSlots, count: int, *, sinks: int, window: int) -> tuple[Tensor, Tensor]:
-    """The same for sinks and a window, with the number of slots that were not scored; see `select.keep_best`.
+    """The same for sinks and a window, with the number of slots that were not scored.
 
-    Args:
-        scores: `[lanes, slots]` fp32.
-        slots: which token each slot holds.
-        count: slots that each lane keeps.
-        sinks: first positions of the row, which stay.
-        window: last positions of the row, which stay.
+    Takes and gives what `select.keep_best` does.
     """
     lanes, columns = scores.shape
     kept = torch.empty((lanes, columns), dtype=torch.bool, device=scores.device)

@@ -368,15 +368,15 @@ class GpuRunner:
     def _program(self, content: StepContent, outputs: int) -> StepProgram:
         """The program of the smallest shape that holds the step."""
         singles = self._singles_size(content)
-        if content.tokens:
-            shape = self._mixed_shape(singles, len(content.tokens), len(content.runs) // RUN, outputs)
-        else:
+        runs = len(content.runs) // RUN
+        if not content.tokens:
             shape = _decode_shape(singles)
-        watches = content.watched or (content.ragged and self._machine.watch_window > 0)
-        if content.tokens and content.only_verifies:
+        elif content.only_verifies:
             short = next((size for size in self._short_runs if size >= content.longest_run), 0)
-            tokens = _verification_tokens(len(content.tokens))
-            shape = _verification_shape(singles, tokens, short, len(content.runs) // RUN)
+            shape = _verification_shape(singles, _verification_tokens(len(content.tokens)), short, runs)
+        else:
+            shape = self._mixed_shape(singles, len(content.tokens), runs, outputs)
+        watches = content.watched or (content.ragged and self._machine.watch_window > 0)
         shape = replace(shape, ragged=content.ragged, watched=watches)
         if shape in self._captured:
             return self._captured[shape]
