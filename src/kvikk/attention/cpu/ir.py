@@ -35,10 +35,12 @@ class BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
 I1, I8, I16, I32, I64, F32 = *(ir.IntType(bits) for bits in (1, 8, 16, 32, 64)), ir.FloatType()
 VF = ir.VectorType(F32, LANES)
 VI = ir.VectorType(I32, LANES)
-ELEMENT: dict[Any, Any] = {
-    types.uint16: BFloat(), types.int16: ir.HalfType(), types.float32: F32, types.int8: I8, types.uint8: I8,
-}  # fmt: skip
 PAIRS = bool(get_host_cpu_features().get("avx512bf16", False))
+BF16 = BFloat() if PAIRS else I16
+"""Where the machine knows no bf16 its bits are integers: what LLVM makes of the type calls functions that are not there."""
+ELEMENT: dict[Any, Any] = {
+    types.uint16: BF16, types.int16: ir.HalfType(), types.float32: F32, types.int8: I8, types.uint8: I8,
+}  # fmt: skip
 
 
 def paired(mark: Any) -> bool:
@@ -112,16 +114,40 @@ def element_bytes(element: Any) -> int:
     return {F32: 4, I8: 1}.get(element, 2)
 
 
-def widen(builder: Any, vector: Any) -> Any:
-    """Stored numbers to fp32; of quantised ones, before they are scaled."""
-    if vector.type.element == I8:
-        return builder.sitofp(vector, VF)
-    return vector if vector.type.element == F32 else builder.fpext(vector, VF)
+def widen(builder: Any, value: Any) -> Any:
+    """Stored numbers to fp32, a vector or one; of quantised ones, before they are scaled."""
+    is_vector = isinstance(value.type, ir.VectorType)
+    element, floats, words = (value.type.element, VF, VI) if is_vector else (value.type, F32, I32)
+    if element == I8:
+        return builder.sitofp(value, floats)
+    if element == I16:
+        half = ir.Constant(VI, [16] * LANES) if is_vector else I32(16)
+        return builder.bitcast(builder.shl(builder.zext(value, words), half), floats)
+    return value if element == F32 else builder.fpext(value, floats)
 
 
 def narrow(builder: Any, vector: Any, element: Any) -> Any:
     """fp32 to stored numbers, rounded to nearest even."""
-    return vector if element == F32 else builder.fptrunc(vector, ir.VectorType(element, LANES))
+    if element == F32:
+        return vector
+    if element == I16:
+        return _narrow_to_bits(builder, vector)
+    return builder.fptrunc(vector, ir.VectorType(element, LANES))
+
+
+def _narrow_to_bits(builder: Any, vector: Any) -> Any:
+    """fp32 to the bits of bf16, rounded to nearest even; NaN stays NaN."""
+
+    def constant(value: int) -> Any:
+        return ir.Constant(VI, [value] * LANES)
+
+    bits = builder.bitcast(vector, VI)
+    upper = builder.lshr(bits, constant(16))
+    to_even = builder.add(constant(0x7FFF), builder.and_(upper, constant(1)))
+    rounded = builder.lshr(builder.add(bits, to_even), constant(16))
+    is_nan = builder.fcmp_unordered("uno", vector, vector)
+    found = builder.select(is_nan, builder.or_(upper, constant(0x40)), rounded)
+    return builder.trunc(found, ir.VectorType(I16, LANES))
 
 
 def nearest_i8(builder: Any, vector: Any) -> Any:

@@ -79,8 +79,7 @@ def _set_i64(builder: Any, address: Any, value: Any) -> None:
 
 
 def _widen_one(builder: Any, mark: Any, target: Any, source: Any) -> None:
-    value = v.load(builder, source, v.ELEMENT[mark])
-    v.store(builder, value if value.type == v.F32 else builder.fpext(value, v.F32), target)
+    v.store(builder, v.widen(builder, v.load(builder, source, v.ELEMENT[mark])), target)
 
 
 def _move(builder: Any, target: Any, source: Any, size: Any) -> None:
