@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from kvikk.engine import Engine, EngineConfig, EngineLimits, SamplingParams
+from kvikk.engine import Engine, EngineConfig, EngineLimits, SamplingParams, rounds
 from kvikk.engine.compressor import PolicyCompressor
 from kvikk.engine.config import SchedulerConfig
-from kvikk.engine.drafting import StepKind
+from kvikk.engine.drafting import StepKind, fitting
 from kvikk.engine.sampler import SampledToken
 from kvikk.engine.step import PendingStep, RowResult, ScheduledRow, StepPlan
 from kvikk.memory import KVStore
@@ -19,6 +19,7 @@ from kvikk.models import toy_model
 from kvikk.prefix import KeySpace
 
 ROWS, PROMPT, ANSWER, VOCABULARY = 16, 64, 300, 200
+STREAMING = {"policy": "streaming", "budget": "50%", "lossless": True}
 
 STEP_S = {StepKind.DRAFT: 1e-3, StepKind.VERIFY: 2e-3, StepKind.PLAIN: 2e-3}
 ROW_S = {StepKind.DRAFT: 10e-6, StepKind.VERIFY: 200e-6, StepKind.PLAIN: 200e-6}
@@ -104,12 +105,12 @@ class VirtualRunner:
         return self.launch(plan).results()
 
 
-def engine_on(device: Device, monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine_on(device: Device, monkeypatch: pytest.MonkeyPatch, *, step_tokens: int = 2048) -> Engine:
     model = toy_model(max_positions=1024)
     blocks = ROWS * (PROMPT + ANSWER) // 8
     store = KVStore(model.spec.geometry(16), blocks + 1, torch.device("cpu"))
     engine = Engine(
-        EngineConfig(scheduler=SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=2048)),
+        EngineConfig(scheduler=SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=step_tokens)),
         EngineLimits(max_model_len=1024, vocabulary=VOCABULARY),
         KeySpace(model="toy", rope="", kv_format="f32", page_size=16, numerics="fast"),
         blocks, VirtualRunner(device), store, compressor=PolicyCompressor(store, None), clock=lambda: device.now_s,
@@ -126,8 +127,9 @@ def engine_on(device: Device, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 def tokens_per_s(engine: Engine, device: Device, *, lossless: bool) -> float:
     """From where all rows have begun to where the first one ends."""
-    kv_cache = {"policy": "streaming", "budget": "50%", "lossless": True} if lossless else None
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=ANSWER, kv_cache=kv_cache)
+    params = SamplingParams(
+        temperature=0.0, ignore_eos=True, max_tokens=ANSWER, kv_cache=STREAMING if lossless else None
+    )
     requests = [engine.add([(7 * i + j) % VOCABULARY for j in range(PROMPT)], params) for i in range(ROWS)]
     gained = dict.fromkeys((request.id for request in requests), 0)
     since: tuple[float, int] | None = None
@@ -177,13 +179,56 @@ def test_decoding_comes_near_the_best_rounds_that_the_times_of_device_and_host_a
     assert measured > 0.9 * held_up * best_tokens_per_s(acceptance)
 
 
+def test_where_a_step_has_no_room_for_all_drafts_they_are_cut_alike_and_every_row_goes_on_drafting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device(acceptance=0.98)
+    engine = engine_on(device, monkeypatch, step_tokens=4 * ROWS)
+    without = []
+    start = device.start
+
+    def starting(plan: StepPlan) -> VirtualStep:
+        if plan.tries_drafts:
+            without.append(ROWS - len(engine.kv.drafting))
+        return start(plan)
+
+    monkeypatch.setattr(device, "start", starting)
+    plain = tokens_per_s(engine, device, lossless=False)
+    tokens_per_s(engine, device, lossless=True)
+    assert tokens_per_s(engine, device, lossless=True) > 1.1 * plain
+    assert without
+    assert not any(without)
+
+
+def test_a_round_of_which_nothing_can_be_verified_leaves_the_row_its_small_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device(acceptance=1.0)
+    engine = engine_on(device, monkeypatch)
+    verifications = [0]
+
+    def in_turns(lengths: list[int], room: int) -> list[int]:  # as where other rows have taken all that a step can hold
+        verifications[0] += 1
+        return [0] * len(lengths) if verifications[0] % 4 == 0 else fitting(lengths, room)
+
+    monkeypatch.setattr(rounds, "fitting", in_turns)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=80, kv_cache=STREAMING)
+    request = engine.add([7] * PROMPT, params)
+    seen = set()
+    while engine.has_work:
+        engine.step()
+        engine.check()
+        seen.add(len(engine.kv.drafting) if len(request.rows[0].generated) in range(2, 70) else 1)
+    assert verifications[0] > 8
+    assert seen == {1}
+
+
 def test_the_time_in_which_there_is_no_request_counts_with_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(acceptance=0.9)
     engine = engine_on(device, monkeypatch)
     noted: list[float] = []
     monkeypatch.setattr(engine.scheduler.rounds.times, "record", lambda *_, seconds, **__: noted.append(seconds))
-    kv_cache = {"policy": "streaming", "budget": "50%", "lossless": True}
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=40, kv_cache=kv_cache)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=40, kv_cache=STREAMING)
     for _ in range(3):
         engine.add(list(range(PROMPT)), params)
         while engine.has_work:

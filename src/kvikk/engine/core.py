@@ -517,6 +517,9 @@ class Engine:
         assert row is not None
         drafting = row.drafting
         assert drafting is not None
+        if not drafting.length:  # none of its drafts could be verified, and the round has ended
+            cache.settle()
+            return
         if not cache.pending and not drafting.missing:  # the round ended with a token that the step was ahead of
             return
         most = repeats
@@ -536,8 +539,8 @@ class Engine:
         if drafting.is_over:
             cache.settle()
             drafting.length = drafting.drafted
-        if not drafting.length:  # it would go on to say none
-            self.kv.give_up_drafts(row)
+            if not drafting.length:  # it would go on to say none
+                self.kv.give_up_drafts(row)
 
     def _verify(self, scheduled: ScheduledRow, result: RowResult) -> None:
         """Tell a row what the whole cache says: the drafts that agree with it, and the token after these."""

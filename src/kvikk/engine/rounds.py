@@ -23,6 +23,7 @@ from kvikk.engine.drafting import (
     RoundPlan,
     StepKind,
     StepTimes,
+    fitting,
     plan_round,
     tokens_per_s,
     tokens_until,
@@ -227,7 +228,9 @@ class DraftRounds:
             most = [self._most(row) for row in ready]
             if longest:  # others are in the midst of a round
                 most = [min(each, longest) for each in most]
-            for row, length in zip(ready, self._plan(ready, most).lengths, strict=True):
+            planned = self._plan(ready, most).lengths
+            room = step_tokens - plan.tokens - len(rows) - sum(_state(row).length for row in begun)
+            for row, length in zip(ready, fitting(planned, room), strict=True):
                 length = self._with_room(row, length)
                 if length:
                     _state(row).begin(row, length, self._page_size)
@@ -257,7 +260,7 @@ class DraftRounds:
                 plan.add(cache, 1)
 
     def _verify(self, begun: Sequence[Row], fresh: Sequence[Row], plan: StepPlan, step_tokens: int) -> None:
-        """End a round: verify as many drafts as the step has room for; other rows decode plainly in it.
+        """End a round: verify as many drafts of each row as the step has room for; other rows decode plainly in it.
 
         Where the host has a say in a row's tokens it must know all drafts before.
         """
@@ -267,10 +270,9 @@ class DraftRounds:
                 return
         for row in self._ready(fresh, plan):
             self._add(row, [], plan)
-        spare = max(0, step_tokens - plan.tokens - len(begun))  # each computes its last token in any case
-        for row, drafted in zip(begun, drafts, strict=True):
-            self._add(row, drafted[:spare], plan)
-            spare -= len(drafted[:spare])
+        spare = step_tokens - plan.tokens - len(begun)  # each computes its last token in any case
+        for row, drafted, length in zip(begun, drafts, fitting(list(map(len, drafts)), spare), strict=True):
+            self._add(row, drafted[:length], plan)
 
     # Rows whose whole KV is on the host
 

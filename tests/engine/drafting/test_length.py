@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvikk.engine.drafting import Fallback, RoundCosts, best_lengths
+from kvikk.engine.drafting import Fallback, RoundCosts, best_lengths, fitting
 from kvikk.engine.drafting.length import fallbacks
 
 SECONDS = st.floats(1e-6, 1.0)
@@ -124,3 +124,15 @@ def test_why_a_batch_does_not_draft_is_told_row_by_row() -> None:
     assert fallbacks([0.2, 0.97, 0.2], 16, costs) == [Fallback.MISSES, Fallback.MATES, Fallback.MISSES]
     assert fallbacks([0.2, 0.97], 16, h200(16, 0.9)) == [Fallback.COST] * 2
     assert best_lengths([0.2] * 15 + [0.97], [16] * 16, costs).lengths == [0] * 16
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(-5, 300))
+def test_drafts_that_do_not_fit_are_cut_to_one_length_and_no_more_than_they_must(lengths: list[int], room: int) -> None:
+    cut = fitting(lengths, room)
+    if sum(lengths) <= room:
+        assert cut == lengths
+        return
+    longest = max(cut)
+    assert cut == [min(length, longest) for length in lengths]
+    assert sum(cut) <= max(0, room)
+    assert sum(min(length, longest + 1) for length in lengths) > room

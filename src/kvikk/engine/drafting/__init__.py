@@ -16,7 +16,7 @@ chance; what a row costs does not grow with its length, but for the index over i
 
 from kvikk.engine.drafting.acceptance import NGRAM, SMALL_CACHE, Acceptance, Prior, tokens_until
 from kvikk.engine.drafting.below import LookupBelow
-from kvikk.engine.drafting.length import BestLengths, Fallback, RoundCosts, best_lengths
+from kvikk.engine.drafting.length import BestLengths, Fallback, RoundCosts, best_lengths, fitting
 from kvikk.engine.drafting.ngram import PromptLookup
 from kvikk.engine.drafting.residence import HostCosts, tokens_per_s
 from kvikk.engine.drafting.rounds import RoundPlan, RowDrafts, plan_round
@@ -38,6 +38,7 @@ __all__ = [
     "StepKind",
     "StepTimes",
     "best_lengths",
+    "fitting",
     "plan_round",
     "tokens_per_s",
     "tokens_until",

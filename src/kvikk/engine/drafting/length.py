@@ -56,6 +56,25 @@ class BestLengths:
     plain_tokens_per_s: float
 
 
+def fitting(lengths: Sequence[int], room: int) -> list[int]:
+    """Drafts cut to so many tokens in all: the longest are cut, to one length.
+
+    Args:
+        lengths: tokens of each row's draft.
+        room: for all of them; below 0 there is none.
+    """
+    left, cap = room, 0
+    ascending = sorted(lengths)
+    for index, length in enumerate(ascending):
+        rows = len(ascending) - index
+        if (length - cap) * rows > left:
+            cap += max(0, left) // rows
+            break
+        left -= (length - cap) * rows
+        cap = length
+    return [min(length, cap) for length in lengths]
+
+
 class Fallback(StrEnum):
     """Why a row decodes plainly."""
 

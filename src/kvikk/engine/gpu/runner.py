@@ -47,7 +47,7 @@ KEPT_SHAPES: Final = 12
 """Shapes of uncaptured steps whose buffers are kept."""
 GRAPH_TOKENS: Final = (64, 128, 256, 512)
 """Tokens of prompts of the steps that are captured; longer ones keep the GPU busy while they are launched."""
-VERIFICATION_TOKENS: Final = (*GRAPH_TOKENS, 1024, 1536, 2048, 2560, 3072, 4096, 5120)
+VERIFICATION_TOKENS: Final = (*GRAPH_TOKENS, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 """Tokens of the steps that are captured of those that verify drafts: the host has more to do before and after them."""
 ROOMY: Final = 4
 """Times its tokens that a verification may be padded to: a capture takes as long as dozens of steps."""
