@@ -3,8 +3,9 @@
 It also takes half the time here: what it does anew at every call of a function is done once.
 
 Its matrix product takes the bits of bf16 numbers for whole numbers, and its cast from whole numbers to bf16 leaves
-their bits: here both go by fp32. What a row of a product is depends, on some CPUs, on its place in the tile: here products
-are summed up in fp64, where that shows no more. Its rounding from fp32 to fp8 loses the carry: here torch does it.
+their bits: here both go by fp32. What a row of a product is depends, on some CPUs, on its place in the tile: here
+products are summed up in fp64, where that shows no more. Its rounding from fp32 to fp8 loses the carry: here torch does
+it.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ VF = ir.VectorType(F32, LANES)
 VI = ir.VectorType(I32, LANES)
 PAIRS = bool(get_host_cpu_features().get("avx512bf16", False))
 BF16 = BFloat() if PAIRS else I16
-"""Where the machine knows no bf16 its bits are integers: what LLVM makes of the type calls functions that are not there."""
+"""Where the machine knows no bf16 its bits are integers: LLVM would call functions that are not there."""
 ELEMENT: dict[Any, Any] = {
     types.uint16: BF16, types.int16: ir.HalfType(), types.float32: F32, types.int8: I8, types.uint8: I8,
 }  # fmt: skip
