@@ -24,6 +24,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from engine.fake_grammar import FakeCompiler, FakeGrammar
 from engine.shadow_rest import ShadowRest
@@ -41,8 +42,9 @@ from kvikk.engine.sampling_params import SamplingParams
 from kvikk.engine.step import PendingStep, RowResult, ScheduledRow, StepPlan
 from kvikk.errors import PinRefused, PolicyFailed
 from kvikk.grammar import StructuredOutputsParams
-from kvikk.memory import BlockPool, Body, Held, MemoryConfig, Moves
+from kvikk.memory import BlockPool, Body, Compaction, Held, Keep, MemoryConfig, Packed
 from kvikk.memory.body import IntArray
+from kvikk.memory.compaction import moves
 from kvikk.memory.sizing import HostUse
 from kvikk.prefix import KeySpace
 from kvikk.types import BlockId, BlockKey, Position
@@ -163,15 +165,17 @@ class ShadowMemory:
             for offset in range(PAGE):
                 self.content[target, offset] = self.content.get((source, offset), GARBAGE)
 
-    def move(self, moves: Moves) -> None:
+    def pack(self, held: Held, keep: Keep, plan: Compaction, *, wants_order: bool = False) -> Packed:
+        packed, places = moves(held, keep, plan)
         try:
-            self._move(moves)
+            self._move(places)
         except AssertionError as violation:
             self.violation = violation
             raise
+        return packed
 
-    def _move(self, moves: Moves) -> None:
-        sources, targets = (list(zip(*slots.tolist(), strict=True)) for slots in (moves.sources, moves.targets))
+    def _move(self, places: Tensor) -> None:
+        sources, targets = (list(zip(*slots.tolist(), strict=True)) for slots in (places[:2], places[2:]))
         self.moved += len(sources)
         assert len(set(targets)) == len(targets)
         values = [self.content[frame, offset] for frame, offset in sources]

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvikk.attention import attention_backend
 from kvikk.compress import LayerView, Rotary
 from kvikk.compress.policies.knorm import KNorm
+from kvikk.compress.policies.streaming import Streaming
 from kvikk.compress.registry import installed
 from kvikk.engine.compressor import PolicyCompressor
 from kvikk.engine.config import EngineConfig, SchedulerConfig
@@ -48,8 +49,9 @@ class Watched(PolicyCompressor):
 
     def choose(self, row: Row, held: Held, kept_from: Any) -> Choice:
         choice = super().choose(row, held, kept_from)
+        keep = choice.keep if isinstance(choice.keep, Tensor) else choice.keep.mask(held, choice.counts)
         self.kept.setdefault(row, {})[row.front] = [
-            held.positions[lane][choice.keep[lane]].tolist() for lane in range(len(choice.counts))
+            held.positions[lane][keep[lane]].tolist() for lane in range(len(choice.counts))
         ]
         return choice
 
@@ -248,6 +250,21 @@ def test_in_exact_numerics_every_log_probability_is_the_same_to_the_bit_in_all_t
     assert logprobs(disturbed, prompts, preempt_every=3) == alone
     assert logprobs(disturbed, prompts) == alone, "over a warm prefix cache"
     assert disturbed.scheduler.preemptions > 5
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "pyramid"])
+@pytest.mark.parametrize("budget", [0.2, 40])
+def test_what_goes_by_recency_keeps_what_its_scores_would(
+    model: LlamaModel, budget: float, allocator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"policy": "streaming", "budget": budget, "allocator": allocator, "trigger": "every:9"} | SMALL
+    kept = []
+    for by_recency in (True, False):
+        monkeypatch.setattr(Streaming, "by_recency", by_recency)
+        engine = engine_on(model, budget=48)
+        requests = run(engine, [(prompt_of(60 + 71 * n, n), {"kv_cache": options, "max_tokens": 30}) for n in range(3)])
+        kept.append([(text(request), kept_by(engine, request.rows[0])) for request in requests])
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -60,15 +60,15 @@ class Row:
             length=self.length, lanes=LANES, page_size=PAGE, device=CPU,
         )  # fmt: skip
         folded = (self.length - self.start) // PAGE
-        held = held.first(folded, PAGE)
+        held = held.first(folded)
         drawn = [[draw.random() < share for _ in range(held.live.shape[1])] for _ in range(LANES)]
         keep = held.live & torch.tensor(drawn, dtype=torch.bool)
         counts = keep.sum(1).numpy()
-        fresh = self.frames.take(int(frames_wanted(held, counts, PAGE).sum()))
+        fresh = self.frames.take(int(frames_wanted(held, counts).sum()))
         stop = Position(self.start + folded * PAGE)
-        plan = plan_compaction(held, keep, counts, fresh, stop=stop, page_size=PAGE)
-        marks = plan.gather(torch.where(held.live, held.positions, -1).float() * 2)
-        self.store.move(plan.moves)
+        plan = plan_compaction(held, counts, fresh, stop=stop)
+        packed = self.store.pack(held, keep, plan, wants_order=True)
+        marks = packed.gather(torch.where(held.live, held.positions, -1).float() * 2)
         used = {block for block, is_used in zip(self.blocks[:folded], plan.is_used, strict=True) if is_used}
         assert not used & self.shared
         self.frames.split(sorted(used))
@@ -77,10 +77,10 @@ class Row:
         for lane in range(LANES):
             dropped = set(held.positions[lane][held.live[lane] & ~keep[lane]].tolist())
             self.kept[lane] -= dropped
-        self.blocks, self.body = self.blocks[folded:], plan.body
+        self.blocks, self.body = self.blocks[folded:], plan.body(packed)
         for lane in range(LANES):
-            length = int(plan.body.lengths[lane])
-            assert (marks[lane, :length] == 2 * plan.body.positions[lane, :length]).all()
+            length = int(counts[lane])
+            assert (marks[lane, :length] == 2 * self.body.positions[lane, :length]).all()
 
     def check(self) -> None:
         if self.body is not None:

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvikk.geometry import KVGeometry
-from kvikk.memory import KVStore
-from kvikk.memory.compaction import Moves
+from kvikk.memory import KVStore, held_by, plan_compaction
 from kvikk.memory.quantise import dequantise, quantise
-from kvikk.types import BlockId
+from kvikk.types import BlockId, Position
 
 CPU = torch.device("cpu")
 GEOMETRY = KVGeometry(kv_heads=(2, 1, 3), head_dim=6, page_size=4, dtype=torch.float32, quantised=torch.int8)
@@ -125,15 +124,17 @@ def test_copies_of_blocks_and_of_frames_are_what_was_copied_scales_included() ->
 
 def test_a_token_that_moves_takes_its_scales_along() -> None:
     store = a_store()
-    before = store.read(torch.arange(6 * LANES)).transpose(1, 2).flatten(0, 1)  # [slots, 2, head_dim]
-    sources, targets = torch.tensor([30, 41, 43, 60]), torch.tensor([44, 45, 30, 130])
-    page = GEOMETRY.page_size
-    moved = [torch.stack((slots // page, slots % page)) for slots in (sources, targets)]
-    store.move(Moves(np.ones(4, dtype=np.int64), *moved))
-    after = store.read(torch.arange(6 * LANES)).transpose(1, 2).flatten(0, 1)
-    expected = before.clone()
-    expected[targets] = before[sources]
-    torch.testing.assert_close(after, expected, rtol=0, atol=0, equal_nan=True)
+    page, device = GEOMETRY.page_size, store.device
+    blocks = [BlockId(2), BlockId(4)]
+    held = held_by(None, blocks, [True, True], length=2 * page, lanes=LANES, page_size=page, device=device)
+    before = store.read(held.table).transpose(2, 3).flatten(1, 2)  # [lanes, slots, 2, head_dim]
+    keep = torch.arange(2 * page).repeat(LANES, 1) % 3 == 1
+    counts = keep.sum(1).numpy()
+    plan = plan_compaction(held, counts, np.array([], dtype=np.int64), stop=Position(2 * page))
+    store.pack(held, keep, plan)
+    after = store.read(torch.from_numpy(plan.frames)).transpose(2, 3).flatten(1, 2)
+    for lane, count in enumerate(counts.tolist()):
+        torch.testing.assert_close(after[lane, :count], before[lane][keep[lane]], rtol=0, atol=0, equal_nan=True)
 
 
 def test_what_was_saved_comes_back_byte_for_byte_in_other_places() -> None:

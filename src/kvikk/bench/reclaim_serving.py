@@ -38,9 +38,10 @@ class PageCounter:
     def choose(self, row: Row, held: Held, kept_from: Position) -> Choice:
         """See `Compressor.choose`."""
         choice = self._compressor.choose(row, held, kept_from)
-        pages = torch.where(choice.keep, held.positions // self._page_size, -1)
+        keep = choice.keep if isinstance(choice.keep, Tensor) else choice.keep.mask(held, choice.counts)
+        pages = torch.where(keep, held.positions // self._page_size, -1)
         marks = torch.zeros((len(pages), row.front // self._page_size + 2), dtype=torch.bool, device=pages.device)
-        marks.scatter_(1, pages.long() + 1, torch.ones_like(choice.keep))
+        marks.scatter_(1, pages.long() + 1, torch.ones_like(keep))
         self.naive[row] = marks[:, 1:].sum()
         return choice
 

@@ -21,7 +21,15 @@ from kvikk.compress.attending import accumulated_attention
 from kvikk.compress.budgets import Budget
 from kvikk.compress.config import KVCacheParams
 from kvikk.compress.method import Method
-from kvikk.compress.policy import Policy, check_scores, is_lanewise, query_window, refuse_unscored, state_names
+from kvikk.compress.policy import (
+    Policy,
+    check_scores,
+    is_by_recency,
+    is_lanewise,
+    query_window,
+    refuse_unscored,
+    state_names,
+)
 from kvikk.compress.rotary import Rotary
 from kvikk.compress.select import keep_mask
 from kvikk.compress.signals import Signal, Signals
@@ -40,6 +48,7 @@ __all__ = [
     "Signals",
     "accumulated_attention",
     "check_scores",
+    "is_by_recency",
     "is_lanewise",
     "keep_mask",
     "query_window",

@@ -22,6 +22,8 @@ class Policy(Protocol):
     - `state: tuple[str, ...]`: names that it remembers a number for each slot by.
     - `lanewise: bool`: the scores of a KV head hang on that KV head alone, and not on `view.layer`, `view.layers` or
       `view.budget`. Several layers may then be shown as one that has the KV heads of all of them, which saves launches.
+    - `by_recency: bool`: nothing matters but how late a token is, the later the better. Where the number that stays is
+      known beforehand nothing is scored then.
     - `recent(budget: int) -> int`: so many of the last tokens are kept without asking the policy. It never gets more
       than the budget leaves beside the sinks.
     - `cost: str`: what it costs besides its signals, in a few words.
@@ -60,6 +62,11 @@ def recent_tokens(policy: Policy, budget: int) -> int:
 def is_lanewise(policy: Policy) -> bool:
     """Whether several layers may be shown as one."""
     return bool(getattr(policy, "lanewise", False))
+
+
+def is_by_recency(policy: Policy) -> bool:
+    """Whether scores rise with the position, and hang on nothing else."""
+    return bool(getattr(policy, "by_recency", False))
 
 
 def score_layer(name: str, policy: Policy, view: LayerView) -> Tensor:

@@ -6,7 +6,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from kvikk.compress import (
     Signal,
     Signals,
     accumulated_attention,
+    is_by_recency,
     is_lanewise,
     query_window,
     refuse_unscored,
@@ -27,7 +27,7 @@ from kvikk.compress import (
 from kvikk.engine.kv import Choice
 from kvikk.engine.request import Row
 from kvikk.errors import InvalidRequest
-from kvikk.memory import Held, KVStore
+from kvikk.memory import Ends, Held, KVStore
 from kvikk.types import Position
 
 MASS: Final = "attention mass"
@@ -103,6 +103,10 @@ class PolicyCompressor:
         quotas = method.quotas(
             row.front, layers=geometry.layers, token_bytes=self.token_bytes(method), unfinished=unfinished
         )
+        live = held.lengths + (row.front - row.tail_start)
+        counts = method.known_counts(quotas, geometry.kv_heads, live, row.front, unfinished)
+        if counts is not None and is_by_recency(method.policy) and not self._notes(method):
+            return Choice(Ends(min(method.sinks, row.front)), counts, {})
         remembered = self._remembered(row, method, held)
         everything = LayerSlots(
             positions=held.positions,
@@ -135,10 +139,6 @@ class PolicyCompressor:
                 values[lanes] = view.attention_mass if name == MASS else view.state(name)
         of_lanes = scores[0] if len(scores) == 1 else torch.cat(scores)
         keep, unscored = method.select(of_lanes, everything, quotas, geometry.kv_heads, unfinished)
-        live = np.full(len(keep), row.front - row.tail_start)
-        if row.body is not None:
-            live += row.body.lengths
-        counts = method.known_counts(quotas, geometry.kv_heads, live, row.front, unfinished)
         refuse = partial(refuse_unscored, method.name, live=int(live.sum()))
         if counts is None:
             of_scores = torch.stack((keep.sum(1), unscored)).cpu()
@@ -148,7 +148,7 @@ class PolicyCompressor:
 
     def _shown_together(self, row: Row, method: Method, held: Held, quotas: list[int]) -> list[range]:
         """The layers, cut where two of them cannot be shown to the policy as one, or would be too large together."""
-        geometry, slots = self._store.geometry, held.live.shape[1]
+        geometry, slots = self._store.geometry, held.slots
         scales = [0.0] * geometry.layers if row.queries is None else row.queries.scales
         window = 0 if row.queries is None else len(row.queries.positions) * row.queries.rotated.shape[2]
         most = 1

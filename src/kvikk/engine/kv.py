@@ -14,7 +14,18 @@ from kvikk.compress import KVCacheParams
 from kvikk.engine.request import FinishReason, Row, Saved
 from kvikk.engine.rest import RestBytes, Rests
 from kvikk.errors import PoolCorrupt
-from kvikk.memory import BlockPool, Body, FramePool, Held, Moves, frames_wanted, held_by, plan_compaction
+from kvikk.memory import (
+    BlockPool,
+    Body,
+    Compaction,
+    FramePool,
+    Held,
+    Keep,
+    Packed,
+    frames_wanted,
+    held_by,
+    plan_compaction,
+)
 from kvikk.memory.body import IntArray
 from kvikk.prefix import PrefixCache
 from kvikk.types import BlockId, Position
@@ -52,8 +63,8 @@ class KVBytes(Protocol):
         """Copy whole frames. No target is a source."""
         ...
 
-    def move(self, moves: Moves) -> None:
-        """Copy tokens between frames."""
+    def pack(self, held: Held, keep: Keep, plan: Compaction, *, wants_order: bool = False) -> Packed:
+        """Copy what a row keeps to where it was planned to lie; `Packed.order` is there if it is asked for."""
         ...
 
     def save(self, frames: IntArray, blocks: Sequence[BlockId]) -> Any:
@@ -70,17 +81,21 @@ class Choice:
     """Which tokens of a row stay.
 
     Args:
-        keep: `[lanes, slots]` bool on the device, of live slots only.
+        keep: of its slots.
         counts: `[lanes]`, how many those are.
         state: `[lanes, slots]` fp32 each, what the policy wants to remember of each slot.
         check: raises `PolicyFailed` where the choice means nothing; its numbers are there when a step that was started
             later has been read. None: there is nothing to check.
     """
 
-    keep: Tensor
+    keep: Keep
     counts: IntArray
     state: dict[str, Tensor]
     check: Callable[[], None] | None = None
+
+    def of_first(self, slots: int) -> Keep:
+        """What stays of the first slots of each lane, when all others stay."""
+        return self.keep[:, :slots] if isinstance(self.keep, Tensor) else self.keep
 
 
 class Compressor(Protocol):
@@ -308,17 +323,16 @@ class KVMemory:
         if int(choice.counts.min()) == row.front:  # a budget that holds so short a text
             return True
         counts = choice.counts - (row.front - stop)
-        held = everything.first(stop // self.page_size, self.page_size)
-        frames = int(frames_wanted(held, counts, self.page_size).sum())
+        held = everything.first(stop // self.page_size)
+        frames = int(frames_wanted(held, counts).sum())
         while (blocks := self.frames.blocks_needed(frames)) > self.pool.free:  # joining takes free frames as well
             if not self.make_room(blocks) and not self._part_one_more():
                 return False
         fresh = self.frames.take(frames)
-        keep = choice.keep[:, : held.live.shape[1]]
-        plan = plan_compaction(held, keep, counts, fresh, stop=stop, page_size=self.page_size)
-        self.store.move(plan.moves)
-        self._bodies.add(plan.body)
-        cache = Row(request=row.request, choice=row.choice, tokens=array("i"), keys=[], body=plan.body, draft_of=row)
+        plan = plan_compaction(held, counts, fresh, stop=stop)
+        body = plan.body(self.store.pack(held, choice.of_first(held.slots), plan))
+        self._bodies.add(body)
+        cache = Row(request=row.request, choice=row.choice, tokens=array("i"), keys=[], body=body, draft_of=row)
         cache.is_running, cache.check_choice = True, choice.check
         row.drafting.cache, row.drafting.refusals = cache, 0
         self.drafting[row] = None
@@ -438,11 +452,11 @@ class KVMemory:
             counts: `[lanes]`, how many that are of those in `held`.
             fold_to: where its tail begins afterwards.
         """
-        fresh = self.frames.take(int(frames_wanted(held, counts, self.page_size).sum()))
-        slots = held.live.shape[1]
-        plan = plan_compaction(held, choice.keep[:, :slots], counts, fresh, stop=fold_to, page_size=self.page_size)
-        plan.body.state = {name: plan.gather(values[:, :slots]) for name, values in choice.state.items()}
-        self.store.move(plan.moves)
+        fresh = self.frames.take(int(frames_wanted(held, counts).sum()))
+        plan = plan_compaction(held, counts, fresh, stop=fold_to)
+        packed = self.store.pack(held, choice.of_first(held.slots), plan, wants_order=bool(choice.state))
+        body = plan.body(packed)
+        body.state = {name: packed.gather(values[:, : held.slots]) for name, values in choice.state.items()}
         self.frames.split([block for block, is_used in zip(folded, plan.is_used, strict=True) if is_used])
         self.frames.release(plan.freed)
         self.prefix.release([block for block, is_used in zip(folded, plan.is_used, strict=True) if not is_used])
@@ -450,10 +464,10 @@ class KVMemory:
         if row.body is not None:
             frames += row.body.frame_count(self.page_size)
             self._bodies.remove(row.body)
-        self._bodies.add(plan.body)
-        row.body, row.blocks = plan.body, row.blocks[len(folded) :]
+        self._bodies.add(body)
+        row.body, row.blocks = body, row.blocks[len(folded) :]
         self._count(row)
-        return frames - plan.body.frame_count(self.page_size)
+        return frames - body.frame_count(self.page_size)
 
     def _with_room(
         self, row: Row, before: Held, folded: Sequence[BlockId], counts: IntArray, room: Callable[[int, Row], bool]
@@ -462,9 +476,9 @@ class KVMemory:
 
         Finding room can move frames and lower the counts of blocks, so what was known of them before is not used again.
         """
-        held = before.first(len(folded), self.page_size)
+        held = before.first(len(folded))
         while True:
-            blocks = self.frames.blocks_needed(int(frames_wanted(held, counts, self.page_size).sum()))
+            blocks = self.frames.blocks_needed(int(frames_wanted(held, counts).sum()))
             if blocks <= self.pool.free:
                 return held
             indexed = [block for block in folded if self.pool.references(block) == 1 and self.pool.is_kept(block)]

@@ -15,7 +15,7 @@ all or nothing; a frame of a split block is owned by one body. Read `pool` first
 """
 
 from kvikk.memory.body import Body
-from kvikk.memory.compaction import Compaction, Held, Moves, frames_wanted, held_by, plan_compaction
+from kvikk.memory.compaction import Compaction, Ends, Held, Keep, Packed, frames_wanted, held_by, plan_compaction
 from kvikk.memory.frames import FramePool
 from kvikk.memory.pool import BlockPool
 from kvikk.memory.rest import Copying, RestStore
@@ -30,7 +30,7 @@ from kvikk.memory.sizing import (
 )
 from kvikk.memory.storage import KVStore
 from kvikk.memory.transfer import BlockTransfer
-from kvikk.memory.upload import upload
+from kvikk.memory.upload import Staging, upload
 
 __all__ = [
     "QUANTISED",
@@ -39,12 +39,15 @@ __all__ = [
     "Body",
     "Compaction",
     "Copying",
+    "Ends",
     "FramePool",
     "Held",
     "KVStore",
+    "Keep",
     "MemoryConfig",
-    "Moves",
+    "Packed",
     "RestStore",
+    "Staging",
     "check_device",
     "check_host_memory",
     "format_bytes",

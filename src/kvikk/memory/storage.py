@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvikk.geometry import INT4, SCALE_BYTES, KVGeometry
 from kvikk.memory.body import IntArray
-from kvikk.memory.compaction import Moves
+from kvikk.memory.compaction import Compaction, Held, Keep, Packed, moves
 from kvikk.memory.quantise import pack, unpack
-from kvikk.memory.upload import upload
+from kvikk.memory.upload import Staging
 from kvikk.types import NULL_BLOCK, BlockId
 
 BYTES_IN_THE_AIR: Final = 64 * 2**20
@@ -59,9 +59,8 @@ class KVStore:
         if g.quantised is not None:
             scales = self.words.view(torch.float32)[:, g.number_bytes // SCALE_BYTES :]
             self.scales = scales.view(frames, 2, g.page_size, *([g.row_scales] if g.quantised is INT4 else []))
-        numbers_of = self.frames.view(_widest(g.row_elements * g.stored.itemsize, g.frame_bytes))
-        self._token_rows: list[Tensor] = [numbers_of] if self.scales is None else [numbers_of, self.scales]
-        """What tokens have in a frame: numbers and scales, `[frames, 2, page_size, ...]`, in words of any type."""
+        self._token_rows = self._rows_of(self.words)
+        self._staging = Staging(device)
         self._blocks_of_words = self.words.view(blocks, -1)
         self._blocks_of_words[NULL_BLOCK].zero_()
 
@@ -125,13 +124,51 @@ class KVStore:
         if len(sources):
             self.words[self._ids(targets)] = self.words[self._ids(sources)]
 
-    def move(self, moves: Moves) -> None:
-        """Copy tokens between frames; see `Moves`."""
-        for span in self._spans(moves.counts):
-            origin, source = moves.sources[:, span].unbind()
-            frame, target = moves.targets[:, span].unbind()
+    @torch.inference_mode()
+    def pack(self, held: Held, keep: Keep, plan: Compaction, *, wants_order: bool = False) -> Packed:
+        """Copy what is kept to where it was planned to lie, in its order. Does not wait for the device.
+
+        Args:
+            held: the row's slots.
+            keep: which of them stay: in each lane as many as the plan says.
+            plan: the frames that they go to.
+            wants_order: also say which slots these were.
+        """
+        if self.words.is_cuda:
+            return self._pack_by_kernel(held, keep, plan, wants_order=wants_order)
+        packed, places = moves(held, keep, plan)
+        for lanes in self._spans(plan.counts):
+            span = slice(int(plan.counts[: lanes.start].sum()), int(plan.counts[: lanes.stop].sum()))
+            frame, offset, to_frame, to_offset = places[:, span].unbind()
             for rows in self._token_rows:
-                rows[frame, :, target] = rows[origin, :, source]
+                rows[to_frame, :, to_offset] = rows[frame, :, offset]
+        return packed
+
+    def _pack_by_kernel(self, held: Held, keep: Keep, plan: Compaction, *, wants_order: bool) -> Packed:
+        """One upload and one kernel, where lanes can be packed from their fronts to their ends. Else what is kept is
+        copied to other memory first, some lanes at a time, and from there to its frames.
+        """
+        from kvikk.memory.gpu.pack import Packing  # imports triton
+        from kvikk.memory.gpu.pack import pack as pack_on_gpu
+
+        columns = held.frames.shape[1]
+        numbers = [held.frames, plan.frames, plan.counts[:, None], held.lengths[:, None]]
+        table = self._staging.upload(np.concatenate(numbers, axis=1))
+        packing = Packing(
+            held=held, keep=keep, page_size=self.geometry.page_size, before=table[:, :columns],
+            after=table[:, columns:-2], counts=table[:, -2], lengths=table[:, -1],
+        )  # fmt: skip
+        packed = packing.outputs(wants_order=wants_order)
+        if plan.is_in_order:
+            pack_on_gpu(packing, packed, self._token_rows, self._token_rows)
+            return packed
+        for lanes in self._spans(plan.counts):
+            some = plan.frames[lanes]
+            aside = self.words.new_empty((some.size, self.words.shape[1]))
+            pack_on_gpu(packing, packed, self._token_rows, self._rows_of(aside), lanes)
+            is_filled = np.arange(some.shape[1]) < -(-plan.counts[lanes, None] // self.geometry.page_size)
+            self.words[self._ids(some[is_filled])] = aside[self._ids(np.flatnonzero(is_filled))]
+        return packed
 
     def save(self, frames: IntArray, blocks: Sequence[BlockId]) -> tuple[Tensor, Tensor]:
         """What frames and whole blocks hold, in the host's memory."""
@@ -151,6 +188,19 @@ class KVStore:
         if self.scales is not None:
             self.scales[first:].fill_(float("nan"))
 
+    def _rows_of(self, words: Tensor) -> list[Tensor]:
+        """What tokens have in frames: numbers and scales, `[frames, 2, page_size, ...]`, in words of any type.
+
+        Args:
+            words: `[frames, frame_bytes / 4]` int32.
+        """
+        g = self.geometry
+        numbers = words.view(g.stored)[:, : g.frame_elements].view(len(words), 2, g.page_size, g.row_elements)
+        rows = [numbers.view(_widest(g.row_elements * g.stored.itemsize, g.frame_bytes))]
+        if g.quantised is not None:
+            rows.append(words[:, g.number_bytes // SCALE_BYTES :].view(len(words), 2, g.page_size, -1))
+        return rows
+
     def _of_layer(self, of_frames: Tensor, layer: int) -> Tensor:
         first = self.geometry.first_frame[layer]
         by_block = of_frames.view(self.blocks, self.lanes, *of_frames.shape[1:])
@@ -163,14 +213,13 @@ class KVStore:
         return unpack(numbers, self.scales[frames, part], part, self.geometry.quantised)
 
     def _ids(self, numbers: IntArray | Sequence[int]) -> Tensor:
-        return upload(np.asarray(numbers, dtype=np.int64), self.device)
+        return self._staging.upload(np.asarray(numbers, dtype=np.int64))
 
     def _spans(self, counts: IntArray) -> list[slice]:
-        """Cut moves between lanes, so that what is in the air stays small. `counts`: `[lanes]`."""
+        """Cut the lanes so that what is in the air of tokens that move stays small. `counts`: `[lanes]`."""
         g = self.geometry
-        ends = np.append(0, np.cumsum(counts))
-        pieces = max(1, -(-int(ends[-1]) * (g.frame_bytes // g.page_size) // BYTES_IN_THE_AIR))
-        cuts = ends[np.arange(pieces + 1) * len(counts) // pieces].tolist()
+        pieces = max(1, -(-int(counts.sum()) * (g.frame_bytes // g.page_size) // BYTES_IN_THE_AIR))
+        cuts = (np.arange(pieces + 1) * len(counts) // pieces).tolist()
         return [slice(start, stop) for start, stop in pairwise(cuts) if start < stop]
 
 

@@ -22,7 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvikk.compress import Policy, Signal, check_scores, is_lanewise, keep_mask, query_window, state_names
+from kvikk.compress import (
+    Policy,
+    Signal,
+    check_scores,
+    is_by_recency,
+    is_lanewise,
+    keep_mask,
+    query_window,
+    state_names,
+)
 from kvikk.compress.policy import recent_tokens, score_layer
 from kvikk.compress.registry import fault_of
 from kvikk.testing.layers import Layer, compacted_layer, fresh_layer, stacked
@@ -148,6 +157,16 @@ class PolicyConformance:
         together = stacked(each)
         wanted = torch.cat([_scores(policy, layer) for layer in each])
         _assert_close(_scores(policy, together), together, wanted, "three layers as one")
+
+    def test_a_later_token_is_scored_higher(self, policy: Policy) -> None:
+        """If it says that it goes `by_recency`: an engine may keep the last tokens without asking it."""
+        if not is_by_recency(policy):
+            return
+        for what, layer in layers().items():
+            ordered = layer.in_order(layer.slots.order)
+            scores = torch.where(ordered.slots.live, _scores(policy, ordered), torch.inf)  # dead ones come last
+            is_higher = (scores[:, 1:] > scores[:, :-1]) | scores[:, 1:].isinf()
+            assert is_higher.all(), f"{what}: not by recency: of equal scores the earlier token stays"
 
     def test_what_it_remembers_is_a_number_for_each_slot(self, policy: Policy) -> None:
         """At a later trigger a layer is shown with what was remembered at the one before."""

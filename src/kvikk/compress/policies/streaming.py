@@ -21,6 +21,7 @@ class Streaming:
 
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.POSITIONS})
     lanewise: ClassVar[bool] = True
+    by_recency: ClassVar[bool] = True
 
     def score(self, view: LayerView) -> Tensor:
         """Later is better."""

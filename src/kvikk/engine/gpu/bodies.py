@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from kvikk.attention.gpu.rows import Bodies
 from kvikk.engine.request import Row
-from kvikk.memory import Body
+from kvikk.memory import Body, Staging
 
 
 class BodyArena:
@@ -35,6 +33,7 @@ class BodyArena:
             offsets=self._lanes[:, 0],
             lengths=self._lanes[:, 1],
         )
+        self._staging = Staging(device)
         self._page_size = page_size
         self._held: dict[int, Row] = {}
         self._end = 0
@@ -65,13 +64,6 @@ class BodyArena:
         held = -(-body.lengths // self._page_size)
         frames = body.held(self._page_size)
         start, self._end = self._end, self._end + len(frames)
-        _send(self.bodies.frames[start : self._end], frames)
-        _send(self._lanes[seat], np.stack((start + np.cumsum(held) - held, body.lengths)))
-
-
-def _send(target: Tensor, numbers: NDArray[np.int64]) -> None:
-    """Copy numbers to the device, without waiting for it."""
-    words = torch.from_numpy(numbers.astype(np.int32))
-    if target.device.type == "cuda":
-        words = words.pin_memory()
-    target.copy_(words, non_blocking=True)
+        self._staging.send(self.bodies.frames[start : self._end], frames.astype(np.int32))
+        lanes = np.stack((start + np.cumsum(held) - held, body.lengths))
+        self._staging.send(self._lanes[seat], lanes.astype(np.int32))
