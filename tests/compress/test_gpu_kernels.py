@@ -89,8 +89,7 @@ def test_what_is_kept_is_what_sorting_keeps(
     seed: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few scores, many of them equal, with zeros of both signs and infinities; NaN where nothing lives."""
-    if seed % 2:
-        monkeypatch.setattr(best, "SLOTS_AT_ONCE", 64)
+    monkeypatch.setattr(best, "SLOTS_AT_ONCE", [(64,), (64, 512)][seed % 2])
     generator = torch.Generator().manual_seed(seed)
     columns = [3, 90, 500][seed % 3]
     slots = slots_of(4, columns, [0.3, 0.8, 1.0][seed // 3 % 3], seed)

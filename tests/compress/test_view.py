@@ -107,7 +107,7 @@ def test_the_layer_mean_is_over_the_lanes_that_hold_a_token() -> None:
     live = torch.tensor([[True, True, True], [True, True, False], [False, False, True]])
     slots = LayerSlots(positions=positions, live=live, length=4)
     values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, torch.nan], [torch.nan, torch.nan, 12.0]])
-    assert slots.mean_over_lanes(values)[live].tolist() == [3, 6, 3, 6, 3, 6]
+    assert slots.mean_over_lanes(values, len(values))[live].tolist() == [3, 6, 3, 6, 3, 6]
 
 
 def test_the_live_mean_leaves_dead_slots_out() -> None:

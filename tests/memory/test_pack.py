@@ -85,6 +85,8 @@ def test_a_row_that_is_packed_by_kernels_is_the_twins_to_the_bit(
     plan = plan_compaction(ours, counts, fresh, stop=Position(ours.length // PAGE * PAGE))
     wanted = here.pack(ours, keep, plan, wants_order=True)
     of_device = keep.to(kernel_device) if isinstance(keep, torch.Tensor) else keep
+    if keeps != "ends":
+        assert theirs.table.device.type == kernel_device.type, "whoever has scored slots has told the device of them"
     found = there._pack_by_kernel(theirs, of_device, plan, wants_order=True)
     assert torch.equal(found.positions.cpu(), wanted.positions)
     assert found.order is not None

@@ -77,15 +77,24 @@ def accumulated_attention(
 
 
 def mean_attention(
-    queries: Tensor, query_positions: Tensor, keys: Tensor, slots: LayerSlots, *, scale: float
+    queries: Tensor,
+    query_positions: Tensor,
+    keys: Tensor,
+    slots: LayerSlots,
+    *,
+    scale: float,
+    only_older: bool = False,
 ) -> Tensor:
     """What each slot gets of a query, in the mean over the queries and over the query heads of a KV head.
 
-    Takes and gives what `accumulated_attention` does, but that on a CPU it has the weights of all queries at once.
+    Takes and gives what `accumulated_attention` does, but that on a CPU it has the weights of all queries at once. With
+    `only_older` slots that are not older than all queries, or dead, have 0.
     """
     if keys.is_cuda:
         from kvikk.compress.gpu.mass import accumulated_attention as on_gpu  # imports triton
 
-        return on_gpu(queries, query_positions, keys, slots, scale=scale, share=1 / len(query_positions))
+        share = 1 / len(query_positions)
+        return on_gpu(queries, query_positions, keys, slots, scale=scale, share=share, only_older=only_older)
     weights = attention_weights(attention_logits(queries, keys, scale), query_positions, slots)
-    return weights.mean(1).view(len(keys), -1, keys.shape[1]).mean(1)
+    mean = weights.mean(1).view(len(keys), -1, keys.shape[1]).mean(1)
+    return torch.where(slots.live & (slots.positions < query_positions[0]), mean, 0) if only_older else mean

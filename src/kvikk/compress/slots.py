@@ -94,8 +94,8 @@ class LayerSlots:
         pooled = pool(ordered, width, stride=1, padding=width // 2)
         return pooled if self.is_packed else torch.empty_like(pooled).scatter(-1, self.order, pooled)
 
-    def mean_over_lanes(self, values: Tensor) -> Tensor:
-        """For each slot, the mean of `values` over all lanes that hold its position.
+    def mean_over_lanes(self, values: Tensor, together: int) -> Tensor:
+        """For each slot, the mean of `values` over those of `together` lanes, one after the other, that hold its position.
 
         Every lane is written to a row of its own before rows are added, so that the result is the same to the bit on
         every run and in every order of slots.
@@ -105,6 +105,7 @@ class LayerSlots:
         dense = values.new_zeros((2, lanes, self.length + 1))
         dense[0].scatter_(-1, column, values)
         dense[1].scatter_(-1, column, 1.0)
-        total, count = dense.sum(1)
+        total, count = dense.view(2, -1, together, self.length + 1).sum(2)
         mean: Tensor = total / count.clamp(min=1)
-        return mean.expand(lanes, -1).gather(-1, column)
+        column = column.view(len(mean), -1)
+        return mean.gather(-1, column).view(lanes, -1)

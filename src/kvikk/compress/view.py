@@ -28,6 +28,7 @@ class LayerView:
     Args:
         layer: of how many, from 0.
         layers: of the model.
+        shown: layers of as many KV heads each, one after the other, that are shown as one.
         slots: which token each slot holds; a policy reads them as `positions` and `live`.
         budget: slots that a lane of this layer may keep, on average over its KV heads.
         scale: of attention's logits.
@@ -48,6 +49,7 @@ class LayerView:
     signals: Signals
     needs: Collection[Signal]
     seed: int = 0
+    shown: int = 1
     since: int = 0
     remembers: Collection[str] = ()
     states: dict[str, Tensor] = field(default_factory=dict)
@@ -115,12 +117,16 @@ class LayerView:
         """`[q_heads, w, slots]` fp32: what each query gives to each live slot up to its own position."""
         return attention_weights(self.logits(), self.query_positions, self.slots)
 
-    def mean_attention(self) -> Tensor:
+    def mean_attention(self, *, only_older: bool = False) -> Tensor:
         """`[kv_heads, slots]` fp32: `attention`, in the mean over the queries and the query heads of each KV head.
 
         Where it is enough, it is much cheaper on a GPU than the attention of each query.
+
+        Args:
+            only_older: 0 where a slot is not one of `before_window`.
         """
-        return mean_attention(self.queries, self.query_positions, self.keys, self.slots, scale=self.scale)
+        queries, at, keys = self.queries, self.query_positions, self.keys
+        return mean_attention(queries, at, keys, self.slots, scale=self.scale, only_older=only_older)
 
     def before_window(self) -> Tensor:
         """`[kv_heads, slots]` bool: live slots older than the oldest of `queries`, which all of them can see."""
@@ -140,7 +146,7 @@ class LayerView:
 
     def layer_mean(self, per_slot: Tensor) -> Tensor:
         """`[kv_heads, slots]`: for each slot, the mean over the layer's lanes that hold its token."""
-        return self.slots.mean_over_lanes(per_slot)
+        return self.slots.mean_over_lanes(per_slot, len(self.live) // self.shown)
 
     def norms(self, vectors: Tensor) -> Tensor:
         """`[kv_heads, slots, dim]` to `[kv_heads, slots]` fp32: the length of each vector."""

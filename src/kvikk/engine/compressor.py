@@ -130,6 +130,7 @@ class PolicyCompressor:
                 signals=self._signals(row, method, slots, held.table[lanes], layers, of_layer.pop(MASS, None)),
                 needs=method.policy.needs,
                 seed=row.request.seed,
+                shown=len(layers),
                 since=_last_trigger(row),
                 remembers=state_names(method.policy),
                 states=of_layer,

@@ -77,6 +77,11 @@ class Held:
         """`frames`, int64 on the device."""
         return upload(self.frames, self.device)
 
+    @property
+    def is_told(self) -> bool:
+        """Whether the device has `table` already."""
+        return "table" in vars(self)
+
     @cached_property
     def positions(self) -> Tensor:
         """`[lanes, slots]` int64 on the device; anything where a slot is dead."""
@@ -132,6 +137,7 @@ class Compaction:
         stop: where the tail begins afterwards.
         is_used: `[blocks]` of the tail, of which the body has frames now.
         freed: frames of the old body, and of these blocks, that it does not need.
+        is_cut: `frames` are the first columns of those before.
     """
 
     frames: IntArray
@@ -139,6 +145,7 @@ class Compaction:
     stop: Position
     is_used: NDArray[np.bool_]
     freed: IntArray
+    is_cut: bool
 
     @property
     def is_in_order(self) -> bool:
@@ -236,16 +243,19 @@ def plan_compaction(held: Held, counts: IntArray, fresh: IntArray, *, stop: Posi
     is_freed[:, held.body_columns :] = is_used & ~of_tail
     frames = np.full((held.lanes, len(column)), NULL_BLOCK, dtype=np.int64)
     is_own = np.concatenate([of_body, of_tail], axis=1)
+    is_cut = False
     if len(needed) == 1:
-        frames[:, : own[0, 0]] = held.frames[:, is_own[0]]
-        frames[:, own[0, 0] :] = fresh.reshape(held.lanes, -1)
+        count = int(own[0, 0])
+        is_cut = count == len(column) and bool(is_own[0, :count].all())
+        frames[:, :count] = held.frames[:, is_own[0]]
+        frames[:, count:] = fresh.reshape(held.lanes, -1)
         freed = held.frames[:, is_freed[0]].ravel()
     else:
         assert len(fresh) == np.count_nonzero(is_lacking)
         frames[column < own] = held.frames[is_own]
         frames[is_lacking] = fresh
         freed = held.frames[is_freed]
-    return Compaction(frames=frames, counts=counts, stop=stop, is_used=is_used, freed=freed)
+    return Compaction(frames=frames, counts=counts, stop=stop, is_used=is_used, freed=freed, is_cut=is_cut)
 
 
 def lay_out(body: Tensor | None, table: Tensor, *, start: int, length: int, page_size: int) -> tuple[Tensor, Tensor]:

@@ -151,13 +151,7 @@ class KVStore:
         from kvikk.memory.gpu.pack import Packing  # imports triton
         from kvikk.memory.gpu.pack import pack as pack_on_gpu
 
-        columns = held.frames.shape[1]
-        numbers = [held.frames, plan.frames, plan.counts[:, None], held.lengths[:, None]]
-        table = self._staging.upload(np.concatenate(numbers, axis=1))
-        packing = Packing(
-            held=held, keep=keep, page_size=self.geometry.page_size, before=table[:, :columns],
-            after=table[:, columns:-2], counts=table[:, -2], lengths=table[:, -1],
-        )  # fmt: skip
+        packing = Packing(held, keep, self.geometry.page_size, *self._told(held, keep, plan))
         packed = packing.outputs(wants_order=wants_order)
         if plan.is_in_order:
             pack_on_gpu(packing, packed, self._token_rows, self._token_rows)
@@ -169,6 +163,21 @@ class KVStore:
             is_filled = np.arange(some.shape[1]) < -(-plan.counts[lanes, None] // self.geometry.page_size)
             self.words[self._ids(some[is_filled])] = aside[self._ids(np.flatnonzero(is_filled))]
         return packed
+
+    def _told(self, held: Held, keep: Keep, plan: Compaction) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a kernel is told of a row: frames before and after, how many each lane keeps, and has in its body.
+
+        By one upload; by none where the device knows the frames, and no others come after.
+        """
+        if plan.is_cut and held.is_told and isinstance(keep, Tensor):  # counts are in `keep`, lengths in positions
+            table = held.table
+            return table, table[:, : plan.frames.shape[1]], table[:, 0], table[:, 0]
+        numbers = [plan.counts[:, None], held.lengths[:, None], plan.frames]
+        if not held.is_told:
+            numbers.append(held.frames)
+        told = self._staging.upload(np.concatenate(numbers, axis=1))
+        after = 2 + plan.frames.shape[1]
+        return held.table if held.is_told else told[:, after:], told[:, 2:after], told[:, 0], told[:, 1]
 
     def save(self, frames: IntArray, blocks: Sequence[BlockId]) -> tuple[Tensor, Tensor]:
         """What frames and whole blocks hold, in the host's memory."""
@@ -207,9 +216,9 @@ class KVStore:
         return by_block[:, first : first + self.geometry.kv_heads[layer]]
 
     def _part(self, frames: Tensor, part: int) -> Tensor:
-        numbers = self.frames[frames, part]
         if self.scales is None or self.geometry.quantised is None:
-            return numbers
+            return self._token_rows[0][frames, part].view(self.frames.dtype)
+        numbers = self.frames[frames, part]
         return unpack(numbers, self.scales[frames, part], part, self.geometry.quantised)
 
     def _ids(self, numbers: IntArray | Sequence[int]) -> Tensor:

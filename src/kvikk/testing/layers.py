@@ -24,12 +24,14 @@ class Layer:
         signals: all of them; `queries` are those of every position.
         budget: slots that a lane may keep on average.
         since: the row's length at its last trigger.
+        shown: layers that it stands for.
     """
 
     slots: LayerSlots
     signals: Signals
     budget: int
     since: int = 0
+    shown: int = 1
 
     def view(
         self, policy: Policy, *, needs: Collection[Signal] | None = None, states: dict[str, Tensor] | None = None
@@ -63,6 +65,7 @@ class Layer:
             ),
             needs=policy.needs if needs is None else needs,
             seed=7,
+            shown=self.shown,
             since=self.since,
             remembers=state_names(policy),
             states={} if states is None else states,
@@ -164,7 +167,7 @@ def stacked(layers: Sequence[Layer]) -> Layer:
         queries=joined(layer.signals.queries for layer in layers),
         attention_mass=joined(layer.signals.attention_mass for layer in layers),
     )
-    return replace(layers[0], slots=slots, signals=signals)
+    return replace(layers[0], slots=slots, signals=signals, shown=len(layers))
 
 
 def _given(tensor: Tensor | None) -> Tensor:

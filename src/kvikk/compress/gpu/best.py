@@ -6,6 +6,8 @@ which as many lie as are to stay is found bit by bit, by counting.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +15,8 @@ from torch import Tensor
 
 from kvikk.compress.slots import LayerSlots
 
-SLOTS_AT_ONCE = 8192
+SLOTS_AT_ONCE = (4096, 8192)
+"""Of a lane: the first that is enough, so that it is read once; where it has more it is read again for every bit."""
 
 
 def keep_mask(scores: Tensor, slots: LayerSlots, counts: Tensor | int, protected: Tensor) -> Tensor:
@@ -30,7 +33,7 @@ def keep_mask(scores: Tensor, slots: LayerSlots, counts: Tensor | int, protected
         counts = torch.full((lanes,), counts, device=scores.device)
     kept = torch.empty((lanes, columns), dtype=torch.bool, device=scores.device)
     inputs = [each.contiguous() for each in (scores, slots.positions, slots.live, protected, counts)]
-    _keep[(lanes,)](*inputs, 0, 0, kept, kept, columns, GIVEN=True, SLOTS=SLOTS_AT_ONCE, num_warps=16)
+    _keep[(lanes,)](*inputs, 0, 0, kept, kept, columns, GIVEN=True, **_sizes(columns))
     return kept
 
 
@@ -45,9 +48,14 @@ def keep_best(scores: Tensor, slots: LayerSlots, count: int, *, sinks: int, wind
     given, positions, live = (each.contiguous() for each in (scores, slots.positions, slots.live))
     _keep[(lanes,)](
         given, positions, live, live, count, sinks, slots.length - window, kept, unscored, columns,
-        GIVEN=False, SLOTS=SLOTS_AT_ONCE, num_warps=16,
+        GIVEN=False, **_sizes(columns),
     )  # fmt: skip
     return kept, unscored
+
+
+def _sizes(columns: int) -> dict[str, Any]:
+    at_once = next((size for size in SLOTS_AT_ONCE if size >= columns), SLOTS_AT_ONCE[-1])
+    return {"SLOTS": at_once, "ONCE": columns <= at_once, "num_warps": max(1, at_once // 512)}
 
 
 @triton.jit
@@ -71,22 +79,45 @@ def _load(
     return number, is_live & ~is_protected, is_protected, is_live & ~(score < float("inf"))
 
 
+@triton.jit
+def _border(number, wanted):
+    """The number below which as many of these lie as are wanted: its first bit by itself, then two at a time."""
+    top = tl.full((), 1 << 62, dtype=tl.int64)
+    found = tl.sum((number < top).to(tl.int32), axis=0)
+    border = tl.where(found <= wanted, top, 0)
+    below = tl.where(found <= wanted, found, 0)
+    step = tl.full((), 1 << 60, dtype=tl.int64)
+    while (below != wanted) & (step != 0):
+        first = (number < border + step).to(tl.int64)
+        second = (number < border + 2 * step).to(tl.int64)
+        third = (number < border + 3 * step).to(tl.int64)
+        counts = tl.sum(first + (second << 20) + (third << 40), axis=0)  # three of less than 2**20 in one sum
+        for each in tl.static_range(3):
+            count = (counts >> (20 * each) & 0xFFFFF).to(tl.int32)
+            border = tl.where(count <= wanted, border + step, border)
+            below = tl.where(count <= wanted, count, below)
+        step = step >> 2
+    return border
+
+
 @triton.jit(do_not_specialize=["counts", "sinks", "recent", "slots"])
 def _keep(
     scores, positions, live, protected, counts, sinks, recent, kept, unscored, slots,
-    GIVEN: tl.constexpr, SLOTS: tl.constexpr,
+    GIVEN: tl.constexpr, ONCE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Sinks and what is recent from a position on are protected, or what is `GIVEN`: then `counts` is of each lane."""
+    """Sinks and what is recent from a position on are protected, or what is `GIVEN`: then `counts` is of each lane.
+    A lane that fits is read `ONCE`."""
     lane = tl.program_id(0).to(tl.int64)
     scores += lane * slots
     positions += lane * slots
     live += lane * slots
     protected += lane * slots
+    kept += lane * slots
     own = tl.zeros((), dtype=tl.int32)
     free = tl.zeros((), dtype=tl.int32)
     bad = tl.zeros((), dtype=tl.int32)
     for start in range(0, slots, SLOTS):
-        _, is_free, is_protected, is_bad = _load(
+        number, is_free, is_protected, is_bad = _load(
             scores, positions, live, protected, sinks, recent, start, slots, GIVEN, SLOTS
         )
         own += tl.sum(is_protected.to(tl.int32), axis=0)
@@ -98,20 +129,30 @@ def _keep(
         count = counts
         tl.store(unscored + lane, bad.to(tl.int64))
     wanted = tl.minimum(tl.maximum(count - own, 0), free)
-    border = tl.zeros((), dtype=tl.int64)
-    below = tl.zeros((), dtype=tl.int32)
-    step = tl.full((), 1 << 62, dtype=tl.int64)
-    while (below != wanted) & (step != 0):
-        found = tl.zeros((), dtype=tl.int32)
-        for start in range(0, slots, SLOTS):
-            number, is_free, _, _ = _load(scores, positions, live, protected, sinks, recent, start, slots, GIVEN, SLOTS)
-            found += tl.sum((is_free & (number < border + step)).to(tl.int32), axis=0)
-        border = tl.where(found <= wanted, border + step, border)
-        below = tl.where(found <= wanted, found, below)
-        step = step >> 1
-    for start in range(0, slots, SLOTS):
+    if ONCE:
         number, is_free, is_protected, _ = _load(
-            scores, positions, live, protected, sinks, recent, start, slots, GIVEN, SLOTS
+            scores, positions, live, protected, sinks, recent, 0, slots, GIVEN, SLOTS
         )
-        slot = start + tl.arange(0, SLOTS)
-        tl.store(kept + lane * slots + slot, is_protected | (is_free & (number < border)), mask=slot < slots)
+        number = tl.where(is_free, number, 0x7FFFFFFFFFFFFFFF)
+        slot = tl.arange(0, SLOTS)
+        tl.store(kept + slot, is_protected | (number < _border(number, wanted)), mask=slot < slots)
+    else:
+        border = tl.zeros((), dtype=tl.int64)
+        below = tl.zeros((), dtype=tl.int32)
+        step = tl.full((), 1 << 62, dtype=tl.int64)
+        while (below != wanted) & (step != 0):
+            found = tl.zeros((), dtype=tl.int32)
+            for start in range(0, slots, SLOTS):
+                number, is_free, _, _ = _load(
+                    scores, positions, live, protected, sinks, recent, start, slots, GIVEN, SLOTS
+                )
+                found += tl.sum((is_free & (number < border + step)).to(tl.int32), axis=0)
+            border = tl.where(found <= wanted, border + step, border)
+            below = tl.where(found <= wanted, found, below)
+            step = step >> 1
+        for start in range(0, slots, SLOTS):
+            number, is_free, is_protected, _ = _load(
+                scores, positions, live, protected, sinks, recent, start, slots, GIVEN, SLOTS
+            )
+            slot = start + tl.arange(0, SLOTS)
+            tl.store(kept + slot, is_protected | (is_free & (number < border)), mask=slot < slots)

@@ -22,7 +22,14 @@ LOG2_E = 1.4426950408889634
 
 
 def accumulated_attention(
-    queries: Tensor, query_positions: Tensor, keys: Tensor, slots: LayerSlots, *, scale: float, share: float = 1.0
+    queries: Tensor,
+    query_positions: Tensor,
+    keys: Tensor,
+    slots: LayerSlots,
+    *,
+    scale: float,
+    share: float = 1.0,
+    only_older: bool = False,
 ) -> Tensor:
     """The attention mass of each slot, as `attending.accumulated_attention` gives it.
 
@@ -33,6 +40,7 @@ def accumulated_attention(
         slots: which token each slot holds.
         scale: of the logits.
         share: of each mass that is wanted.
+        only_older: 0 for slots that are not older than all queries.
     """
     (q_heads, window, head_dim), (kv_heads, columns, _) = queries.shape, keys.shape
     group = q_heads // kv_heads
@@ -54,7 +62,7 @@ def accumulated_attention(
     )
     _masses[(triton.cdiv(columns, SLOTS), kv_heads)](
         *inputs, mass, scale * LOG2_E, share, columns, window, group, splits,
-        SPLITS=triton.next_power_of_2(splits), **sizes,
+        SPLITS=triton.next_power_of_2(splits), ONLY_OLDER=only_older, **sizes,
     )  # fmt: skip
     return mass
 
@@ -110,7 +118,7 @@ def _log_sums(
 @triton.jit(do_not_specialize=["slots", "window", "group", "splits"])
 def _masses(
     queries, query_positions, keys, positions, live, parts, mass, scale, share, slots, window, group, splits,
-    SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr, ONLY_OLDER: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
     first_slot, lane = tl.program_id(0) * SLOTS, tl.program_id(1).to(tl.int64)
@@ -132,4 +140,7 @@ def _masses(
         )  # fmt: skip
         total += tl.sum(tl.where(seen, tl.exp2(logits - log_sum[:, None]), 0.0), axis=0)
     slot = first_slot + tl.arange(0, SLOTS)
+    if ONLY_OLDER:
+        position = tl.load(positions + lane * slots + slot, mask=slot < slots, other=0)
+        total = tl.where(position < tl.load(query_positions), total, 0.0)
     tl.store(mass + lane * slots + slot, total / group * share, mask=slot < slots)

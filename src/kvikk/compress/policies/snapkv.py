@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from kvikk.compress.options import MAX_QUERY_WINDOW, check_between, check_odd
@@ -42,5 +41,4 @@ class SnapKV:
 
     def score(self, view: LayerView) -> Tensor:
         """Mean attention of the window's queries to what is older than they are, pooled."""
-        votes = view.mean_attention()
-        return view.pool(torch.where(view.before_window(), votes, 0), self.kernel, self.pooling)
+        return view.pool(view.mean_attention(only_older=True), self.kernel, self.pooling)

@@ -27,8 +27,8 @@ class Packing:
         keep: which of them stay.
         page_size: slots of a frame.
         before, after: `[lanes, columns]` int64, the frames that they lie in and those that they go to.
-        counts: `[lanes]` int64, how many each lane keeps.
-        lengths: `[lanes]` int64, live slots of the body.
+        counts: `[lanes]` int64, how many each lane keeps; anything where `keep` says it slot by slot.
+        lengths: `[lanes]` int64, live slots of the body; as `counts`.
     """
 
     held: Held
@@ -149,9 +149,10 @@ def _pack(
     scales += part * scale_part
     to_scales += part * scale_part
     columns = width // PAGE
-    body_length = tl.load(lengths + lane * of_lane_stride).to(tl.int32)
-    dropped = body_length + tl.minimum(slots - body_slots, length - start) - tl.load(counts + lane * of_lane_stride)
-    dropped = dropped.to(tl.int32)
+    if ENDS:
+        body_length = tl.load(lengths + lane * of_lane_stride).to(tl.int32)
+        held = body_length + tl.minimum(slots - body_slots, length - start)
+        dropped = held - tl.load(counts + lane * of_lane_stride).to(tl.int32)
     number, scale = tl.arange(0, ROW)[None, :], tl.arange(0, SCALES if SCALES else 1)[None, :]
     done = tl.zeros((), dtype=tl.int32)
     for begin in range(0, slots, SLOTS):
