@@ -1,11 +1,13 @@
-"""Whole blocks over the link to the host: a kernel beside the copy engines, and what it costs decode attention.
+"""Whole blocks over the link to the host: the ways to get them across, and what each costs decode attention.
 
     .venv/bin/python benchmarks/host_link.py --device cuda --output benchmarks/results/host_link_h200.json
 
-Blocks lie strewn over both memories, as they do in the pool and in the host's. They are copied by the kernel that the
-engine uses, with several numbers of programs; by the copy engines, one call a block; and, for the ceiling, as one piece
-by one call. Then decode attention runs alone and beside each direction of the kernel. On a CPU there is no link: the
-copies are checked, and nothing is timed.
+Blocks lie strewn over the pool. They cross as the engine has them cross, staged: gathered or scattered on the device,
+and by copy engines in large pieces, with several sizes of these, programs that gather, and lengths of runs of slots; by
+a kernel that reaches into the host's memory, with several numbers of programs; by the copy engines, one call a block;
+and, for the ceiling, as one piece by one call. Then decode attention runs alone and beside each of them, with a small
+copy after it in the same direction, as steps have it. On a CPU there is no link: the copies are checked, and nothing is
+timed.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,10 +33,20 @@ from kvikk.bench.device import capture, header, timed_us
 from kvikk.bench.results import write_rows
 from kvikk.bench.step import NotMeasured, parse_points
 from kvikk.errors import ConfigError
+from kvikk.memory.crossing import PIECE_BYTES, Crossing, CudaStream
 from kvikk.models.shapes import SHAPES, named_shape
 
 BLOCK_KIB: Final = (4, 16, 64, 256, 1024)
 PROGRAMS: Final = (4, 8, 16, 32, 64)
+"""Of the kernel that reaches into the host's memory."""
+PIECE_MIB: Final = (8, 32, 64)
+GATHER_PROGRAMS: Final = (16, 64, 132)
+RUN_BLOCKS: Final = (1, 16)
+"""Slots that follow each other, beside all in one run."""
+MOST_CALLS: Final = 8192
+"""More are not measured one by one: it is clear where that leads."""
+SMALL_BYTES: Final = 4096
+"""About what a step sends to the device, and reads from there."""
 WORD_BYTES: Final = 4
 REQUIRED_GB_PER_S: Final = 45.0
 """At blocks of 4 KiB and more."""
@@ -64,6 +77,15 @@ class Ends:
     of_host: Tensor
     of_device: Tensor
 
+    def in_runs(self, length: int | None) -> Ends:
+        """The same with the host's blocks in runs that lie strewn; None: in one run."""
+        copies = len(self.of_host)
+        if length is None:
+            return replace(self, of_host=torch.arange(copies, device=self.of_host.device))
+        runs = torch.randperm(len(self.host) // length, generator=torch.Generator().manual_seed(copies))
+        places = (length * runs[:, None] + torch.arange(length)).flatten()
+        return replace(self, of_host=places[:copies].to(self.of_host.device))
+
     @classmethod
     def make(cls, block_bytes: int, copied_bytes: int, device: torch.device) -> Ends:
         """Twice as many blocks as are copied, and those in an order of their own on either side."""
@@ -76,6 +98,11 @@ class Ends:
         ends.fill()
         return ends
 
+    @property
+    def copied_bytes(self) -> int:
+        """By all pairs together."""
+        return len(self.of_host) * self.host.shape[1] * WORD_BYTES
+
     def fill(self) -> None:
         """Every block holds its number, on the device as a negative one."""
         numbers = torch.arange(len(self.host), dtype=torch.int32)[:, None]
@@ -87,6 +114,77 @@ class Ends:
         there, here = (self.host, self.of_host), (self.device, self.of_device)
         (source, of_source), (target, of_target) = (there, here) if direction == TO_DEVICE else (here, there)
         return source, target, of_source, of_target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to copy pairs of blocks.
+
+    Args:
+        name: of the way.
+        copy: begins to, for the current stream.
+        ends: what it copies.
+        programs: of the kernel that copies, or gathers.
+        piece_mib: that cross together.
+        run_blocks: slots that follow each other; None: they lie strewn, or all in one run, where they are staged.
+        is_engines: whether the engine does so.
+    """
+
+    name: str
+    copy: Callable[[], None]
+    ends: Ends
+    programs: int | None = None
+    piece_mib: int | None = None
+    run_blocks: int | None = None
+    is_engines: bool = False
+
+    def row(self, direction: str) -> Row:
+        """What a result says of it."""
+        return {
+            "block_kib": self.ends.host.shape[1] * WORD_BYTES // 1024, "direction": direction, "way": self.name,
+            "programs": self.programs, "piece_mib": self.piece_mib, "run_blocks": self.run_blocks,
+            "is_engines": self.is_engines,
+        }  # fmt: skip
+
+
+def staged(ends: Ends, direction: str, *, piece_mib: int, programs: int) -> Callable[[], None]:
+    """All pairs, gathered or scattered on the device and by copy engines from there, on streams of their own."""
+    from kvikk.memory.gpu.link import copy_rows  # imports triton
+
+    device, gather = ends.device.device, partial(copy_rows, programs=programs)
+    crossing = Crossing(
+        ends.device, ends.host, is_out=direction == TO_HOST, link=CudaStream(device), copy_rows=gather,
+        piece_bytes=piece_mib * 2**20,
+    )  # fmt: skip
+    near, blocks, slots = CudaStream(device), ends.of_device.tolist(), ends.of_host.tolist()
+
+    def copy() -> None:
+        current = CudaStream.current(device)
+        asked = current.record()
+        for stream in (near, crossing.link):
+            stream.wait(asked)
+        _, ended = crossing.copy(blocks, slots, near, direct=True)
+        current.wait(ended)
+
+    return copy
+
+
+def staged_ways(ends: Ends, direction: str) -> Iterator[Way]:
+    """As the engine does, then with other pieces, programs and runs."""
+    from kvikk.memory.gpu.link import PROGRAMS as GATHERS  # imports triton
+
+    piece = PIECE_BYTES // 2**20
+    options: list[tuple[int, int, int | None]] = [(piece, GATHERS, None)]
+    options += [(mib, GATHERS, None) for mib in PIECE_MIB if mib != piece]
+    options += [(piece, programs, None) for programs in GATHER_PROGRAMS if programs != GATHERS]
+    options += [(piece, GATHERS, run) for run in RUN_BLOCKS if run < len(ends.of_host) <= MOST_CALLS * run]
+    for number, (mib, programs, run) in enumerate(options):
+        those = ends.in_runs(run)
+        copy = staged(those, direction, piece_mib=mib, programs=programs)
+        yield Way(
+            name="staged", copy=copy, ends=those, programs=programs, piece_mib=mib, run_blocks=run,
+            is_engines=number == 0,
+        )  # fmt: skip
 
 
 def by_kernel(ends: Ends, direction: str, programs: int) -> Callable[[], None]:
@@ -120,12 +218,13 @@ def as_one_piece(ends: Ends, direction: str) -> Callable[[], None]:
     return copy
 
 
-def ways_of(ends: Ends, direction: str) -> Iterator[tuple[str, int | None, Callable[[], None]]]:
-    """The ways to copy all pairs that the device has: a name, the kernel's programs, and what does it."""
+def ways_of(ends: Ends, direction: str) -> Iterator[Way]:
+    """The ways to copy pairs that the device has."""
     if ends.device.is_cuda:
+        yield from staged_ways(ends, direction)
         for programs in PROGRAMS:
-            yield "kernel", programs, by_kernel(ends, direction, programs)
-    yield "copy engines", None, by_engine(ends, direction)
+            yield Way(name="kernel", copy=by_kernel(ends, direction, programs), ends=ends, programs=programs)
+    yield Way(name="copy engines", copy=by_engine(ends, direction), ends=ends)
 
 
 def is_right(ends: Ends, direction: str) -> bool:
@@ -144,25 +243,22 @@ def check(ends: Ends) -> None:
         WrongCopy: names one that does not.
     """
     for direction in DIRECTIONS:
-        for name, programs, copy in ways_of(ends, direction):
+        for way in ways_of(ends, direction):
             ends.fill()
-            copy()
+            way.copy()
             if ends.device.is_cuda:
                 torch.cuda.synchronize()
-            if not is_right(ends, direction):
-                raise WrongCopy(f"{name} ({programs or 'no'} programs), {direction}: the blocks are not what they were")
+            if not is_right(way.ends, direction):
+                raise WrongCopy(f"{way.row(direction)}: the blocks are not what they were")
 
 
 def copy_rows_of(ends: Ends) -> Iterator[Row]:
     """GB/s of each way in each direction."""
-    copies, words = len(ends.of_host), ends.host.shape[1]
     for direction in DIRECTIONS:
-        for name, programs, copy in [*ways_of(ends, direction), ("one piece", None, as_one_piece(ends, direction))]:
-            elapsed_us = timed_us(copy)
-            yield {
-                "measured": "copy", "block_kib": words * WORD_BYTES // 1024, "direction": direction, "way": name,
-                "programs": programs, "gb_per_s": copies * words * WORD_BYTES / elapsed_us / 1e3,
-            }  # fmt: skip
+        ceiling = Way(name="one piece", copy=as_one_piece(ends, direction), ends=ends)
+        for way in [*ways_of(ends, direction), ceiling]:
+            elapsed_us = timed_us(way.copy)
+            yield {"measured": "copy"} | way.row(direction) | {"gb_per_s": ends.copied_bytes / elapsed_us / 1e3}
 
 
 # Beside decode attention
@@ -201,15 +297,36 @@ def decode_attention(args: argparse.Namespace, device: torch.device) -> Attentio
     return Attention(capture(layers), layers)
 
 
-def beside(attention: Attention, copy: Callable[[], None] | None, copied_bytes: int) -> tuple[float, float]:
-    """Milliseconds of attention while copies run on a stream of their own, and their GB/s meanwhile.
+@dataclass(frozen=True)
+class Beside:
+    """What was seen while copies ran, or none.
+
+    Args:
+        attention_ms: of all layers.
+        small_us: of a small copy behind it.
+        gb_per_s: of the copies.
+    """
+
+    attention_ms: float
+    small_us: float
+    gb_per_s: float
+
+
+def beside(attention: Attention, direction: str, copy: Callable[[], None] | None, copied_bytes: int) -> Beside:
+    """Run attention and a small copy, over and over, while copies run on a stream of their own.
 
     Args:
         attention: what is slowed down.
+        direction: of the small copy.
         copy: begins copies; None: there are none.
         copied_bytes: by each call of it.
     """
     link, begun, ended = torch.cuda.Stream(), _event(), _event()  # type: ignore[no-untyped-call]
+    there, here = (
+        torch.zeros(SMALL_BYTES, dtype=torch.uint8).pin_memory(),
+        torch.zeros(SMALL_BYTES, dtype=torch.uint8, device="cuda"),
+    )
+    source, target = (there, here) if direction == TO_DEVICE else (here, there)
     copies = 0 if copy is None else COPIES_BESIDE
     torch.cuda.synchronize()
     with torch.cuda.stream(link):
@@ -219,34 +336,40 @@ def beside(attention: Attention, copy: Callable[[], None] | None, copied_bytes: 
             copy()
         ended.record()
     times_ms: list[float] = []
+    small_ms: list[float] = []
     while len(times_ms) < LEAST_REPLAYS or (copies and not _is_over(ended)):
-        first, last = _event(), _event()
+        first, between, last = _event(), _event(), _event()
         first.record()
         attention.graph.replay()
+        between.record()
+        target.copy_(source, non_blocking=True)
         last.record()
         last.synchronize()
         if not copies or not _is_over(ended):  # copies were under way until its end
-            times_ms.append(first.elapsed_time(last))
+            times_ms.append(first.elapsed_time(between))
+            small_ms.append(between.elapsed_time(last))
         elif len(times_ms) < LEAST_REPLAYS:
             raise NotMeasured(f"the copies ended within {len(times_ms)} steps of attention: raise --copied-mib")
     torch.cuda.synchronize()
     seconds = begun.elapsed_time(ended) / 1e3
-    return statistics.median(times_ms), copies * copied_bytes / seconds / 1e9 if copies else 0.0
+    rate = copies * copied_bytes / seconds / 1e9 if copies else 0.0
+    return Beside(statistics.median(times_ms), 1e3 * statistics.median(small_ms), rate)
 
 
 def beside_rows(ends: Ends, attention: Attention) -> Iterator[Row]:
-    """How much each number of programs slows decode attention down, and the copy engines by one large piece."""
-    beside(attention, None, 0)
-    alone_ms, _ = beside(attention, None, 0)
-    words, copies = ends.host.shape[1], len(ends.of_host)
+    """How much each way slows decode attention down, and holds up small copies."""
     for direction in DIRECTIONS:
-        ways = [("kernel", programs, by_kernel(ends, direction, programs)) for programs in PROGRAMS]
-        for name, programs, copy in [*ways, ("one piece", None, as_one_piece(ends, direction))]:
-            beside_ms, rate = beside(attention, copy, copies * words * WORD_BYTES)
-            yield {
-                "measured": "beside attention", "block_kib": words * WORD_BYTES // 1024, "direction": direction,
-                "way": name, "programs": programs, "gb_per_s": rate, "alone_ms": alone_ms, "beside_ms": beside_ms,
-                "slower": beside_ms / alone_ms,
+        beside(attention, direction, None, 0)
+        alone = beside(attention, direction, None, 0)
+        ceiling = Way(name="one piece", copy=as_one_piece(ends, direction), ends=ends)
+        for way in [*ways_of(ends, direction), ceiling]:
+            if way.name == "copy engines" or way.run_blocks is not None:
+                continue  # the host would still be asking when the first have ended
+            seen = beside(attention, direction, way.copy, ends.copied_bytes)
+            yield {"measured": "beside attention"} | way.row(direction) | {
+                "gb_per_s": seen.gb_per_s, "alone_ms": alone.attention_ms, "beside_ms": seen.attention_ms,
+                "slower": seen.attention_ms / alone.attention_ms, "small_alone_us": alone.small_us,
+                "small_us": seen.small_us,
             }  # fmt: skip
 
 
@@ -259,27 +382,43 @@ def _is_over(event: torch.cuda.Event) -> bool:
 
 
 def show(rows: list[Row]) -> None:
-    """Print the table."""
+    """Print the table, and whether the engine's way reaches what is required."""
     console, table = Console(), Table()
-    for name in ("measured", "block KiB", "direction", "way", "programs", "GB/s", "slower"):
+    for name in (
+        "measured", "block KiB", "direction", "way", "programs", "piece MiB", "run", "GB/s", "slower", "small copy us",
+    ):  # fmt: skip
         table.add_column(name)
     for row in rows:
-        slower = f"{row['slower']:.3f}" if "slower" in row else ""
+        is_beside = "slower" in row
         table.add_row(
             row["measured"], str(row["block_kib"]), row["direction"], row["way"], str(row["programs"] or ""),
-            f"{row['gb_per_s']:.1f}", slower,
+            str(row["piece_mib"] or ""), str(row["run_blocks"] or ""), f"{row['gb_per_s']:.1f}",
+            f"{row['slower']:.3f}" if is_beside else "",
+            f"{row['small_us']:.0f} (alone {row['small_alone_us']:.0f})" if is_beside else "",
         )  # fmt: skip
     console.print(table)
-    best = {(r["block_kib"], r["direction"]): 0.0 for r in rows if r["measured"] == "copy"}
-    for row in rows:
-        if (row["measured"], row["way"]) == ("copy", "kernel"):
-            key = row["block_kib"], row["direction"]
-            best[key] = max(best[key], row["gb_per_s"])
-    short = [f"{kib} KiB, {way}: {rate:.1f}" for (kib, way), rate in best.items() if rate < REQUIRED_GB_PER_S]
-    console.print(
-        f"the kernel is below {REQUIRED_GB_PER_S:g} GB/s at " + "; ".join(short)
+    console.print(verdict(rows))
+
+
+def verdict(rows: list[Row]) -> str:
+    """In words, what the engine's way reaches of what is required."""
+    ours = [row for row in rows if row["is_engines"]]
+    alone = [row for row in ours if row["measured"] == "copy"]
+    short = [
+        f"{row['block_kib']} KiB, {row['direction']}: {row['gb_per_s']:.1f}"
+        for row in alone
+        if row["gb_per_s"] < REQUIRED_GB_PER_S
+    ]
+    reached = (
+        f"the engine's way is below {REQUIRED_GB_PER_S:g} GB/s at " + "; ".join(short)
         if short
-        else f"the kernel is at {REQUIRED_GB_PER_S:g} GB/s and more everywhere"
+        else f"the engine's way reaches {min(row['gb_per_s'] for row in alone):.1f} GB/s and more "
+        f"({REQUIRED_GB_PER_S:g} are required)"
+    )
+    during = [row for row in ours if row["measured"] != "copy"]
+    return (
+        f"{reached}; beside attention {min(row['gb_per_s'] for row in during):.1f} and more, attention up to "
+        f"{max(row['slower'] for row in during):.2f} times slower"
     )
 
 

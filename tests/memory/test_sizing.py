@@ -50,6 +50,22 @@ def test_the_pool_never_takes_more_than_was_given() -> None:
     assert (blocks + 1) * GEOMETRY.block_bytes <= 100 * 2**20 < (blocks + 2) * GEOMETRY.block_bytes
 
 
+def test_what_something_else_will_take_is_not_the_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvikk.memory.sizing.free_memory_bytes", lambda _: 100 * 2**20)
+    config, reserved = MemoryConfig(kv_memory="100%"), 40 * 2**20
+    blocks = pool_blocks(config, GEOMETRY, CPU, reserved_bytes=reserved)
+    assert blocks == 60 * 2**20 // GEOMETRY.block_bytes - 1
+    with pytest.raises(ConfigError, match=r"60\.0 MiB are free"):
+        pool_blocks(MemoryConfig(kv_memory="70MiB"), GEOMETRY, CPU, reserved_bytes=reserved)
+
+
+def test_a_share_of_a_gpu_is_for_all_that_lies_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * 2**20, 100 * 2**20))
+    config = MemoryConfig(gpu_memory_utilization=0.9)
+    blocks = pool_blocks(config, GEOMETRY, torch.device("cuda"), reserved_bytes=20 * 2**20)
+    assert blocks == 40 * 2**20 // GEOMETRY.block_bytes - 1
+
+
 def test_a_quantised_pool_holds_nearly_twice_as_many_tokens_as_one_of_bf16() -> None:
     config = MemoryConfig(kv_memory="100MiB", kv_dtype="int8")
     quantised = replace(GEOMETRY, quantised=QUANTISED[config.kv_dtype])

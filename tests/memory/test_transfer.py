@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 
 import pytest
+import torch
 
 from kvikk.memory import BlockTransfer, KVStore
 from kvikk.memory import transfer as module
 from kvikk.types import BlockId
-from memory.pools import BLOCKS, content
+from memory.pools import BLOCKS, content, numbered_pool
 
 
 def test_what_leaves_is_what_the_block_held_when_it_was_asked_for(store: KVStore) -> None:
@@ -28,6 +30,34 @@ def test_what_comes_in_is_what_was_staged_and_the_other_blocks_stay(store: KVSto
     transfer.copy_in(list(zip(staged, [BlockId(5), BlockId(6)], strict=True)))  # type: ignore[arg-type]
     after = [content(store, block) for block in range(BLOCKS + 1)]
     assert after == [*before[:5], before[1], before[2], *before[7:]]
+
+
+@pytest.mark.parametrize("layers", [1, pytest.param(40, marks=pytest.mark.gpu)])
+def test_more_blocks_than_the_staging_holds_leave_as_they_are_and_come_before_the_next_step(
+    store: KVStore, layers: int
+) -> None:
+    if layers > 1 and store.device.type == "cpu":
+        pytest.skip("copies on a CPU are over at once, however long they are")
+    store = numbered_pool(store.device, 60, layers=layers)
+    words = store.words.view(store.blocks, -1)
+    transfer = BlockTransfer(store, 60, piece_bytes=3 * store.geometry.block_bytes)
+    rng = random.Random(layers)
+    expected = {block: content(store, block) for block in range(1, 61)}
+    for _ in range(4):
+        gone = rng.sample(range(1, 61), 40)
+        leaving = transfer.copy_out([BlockId(block) for block in gone])
+        words[torch.tensor(gone, device=store.device)] = -7
+        fetched = [bytes(copy.wait()) for copy in leaving]
+        assert fetched == [expected[block] for block in gone]
+        for copy in leaving:
+            copy.release()
+        staged = [transfer.stage(memoryview(data), 1.0) for data in fetched]
+        before = words.clone()
+        transfer.copy_in([(block, BlockId(to)) for block, to in zip(staged, gone, strict=True) if block is not None])
+        after = words.clone()
+        assert (before[gone] == -7).all()
+        assert [after[block].cpu().numpy().tobytes() for block in gone] == fetched
+        assert {block: content(store, block) for block in expected} == expected
 
 
 def test_there_is_room_for_so_many_blocks_until_some_are_released(

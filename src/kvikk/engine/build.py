@@ -29,6 +29,7 @@ from kvikk.memory import (
     check_host_memory,
     format_bytes,
     pool_blocks,
+    staging_bytes,
 )
 from kvikk.models import CausalLM, LlamaModel, LoadedModel, load_model
 from kvikk.prefix import KeySpace
@@ -126,7 +127,8 @@ def build_engine(
     device = config.model.torch_device()
     tokens = config.scheduler.step_tokens(device.type)
     config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=tokens))
-    blocks = pool_blocks(config.memory, geometry, device)
+    crossings = (config.memory.kv_host_memory is not None) + config.tier.is_on
+    blocks = pool_blocks(config.memory, geometry, device, reserved_bytes=crossings * staging_bytes(geometry, device))
     capacity = plan_capacity(loaded, config, blocks, geometry)
     store = KVStore(geometry, blocks + 1, device)
     compressor = PolicyCompressor(store, Rotary(inv_freq=model.inv_freq) if isinstance(model, LlamaModel) else None)

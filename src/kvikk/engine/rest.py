@@ -54,7 +54,7 @@ class RestBytes(Protocol):
         ...
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """These slots are not needed any more; a copy to or from them may still be under way."""
+        """These slots are not needed any more. A copy to them may be under way; one from them has been settled."""
         ...
 
 

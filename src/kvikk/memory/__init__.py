@@ -6,7 +6,7 @@
 - `body.Body`: what a compressed row keeps, per lane; `compaction` makes a smaller one from a mask of what is kept.
 - `frames.FramePool`: the ownership of single frames, and the joining of blocks that were split for them.
 - `transfer`: whole blocks to the host's memory and back, without waiting, for others to keep; `rest`: for as long as a
-  row wants them there.
+  row wants them there. `crossing` is how both get over the link, `runs` gives out slots that lie together.
 - `upload`: small arrays to the device, without waiting either.
 - `sizing`: from `--kv-memory 4GiB` to a number of blocks.
 
@@ -16,6 +16,7 @@ all or nothing; a frame of a split block is owned by one body. Read `pool` first
 
 from kvikk.memory.body import Body
 from kvikk.memory.compaction import Compaction, Ends, Held, Keep, Packed, frames_wanted, held_by, plan_compaction
+from kvikk.memory.crossing import staging_bytes
 from kvikk.memory.frames import FramePool
 from kvikk.memory.pool import BlockPool
 from kvikk.memory.rest import Copying, RestStore
@@ -55,6 +56,7 @@ __all__ = [
     "held_by",
     "plan_compaction",
     "pool_blocks",
+    "staging_bytes",
     "upload",
     "why_no_fp8",
 ]

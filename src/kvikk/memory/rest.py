@@ -7,13 +7,13 @@ import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvikk.errors import ConfigError
+from kvikk.memory.crossing import PIECE_BYTES, Crossing, CudaStream
+from kvikk.memory.runs import RunPool
 from kvikk.memory.storage import KVStore
-from kvikk.memory.upload import upload
 from kvikk.types import BlockId
 
 
@@ -69,13 +69,14 @@ class RestStore:
 
     Args:
         store: whose blocks.
-        size_bytes: of the host's memory, pinned for a GPU.
+        size_bytes: of the host's memory, pinned for a GPU, which takes `staging_bytes` of its own besides.
+        piece_bytes: that cross the link together.
 
     Raises:
         ConfigError: that is not enough for a block, or could not be had.
     """
 
-    def __init__(self, store: KVStore, size_bytes: int) -> None:
+    def __init__(self, store: KVStore, size_bytes: int, *, piece_bytes: int = PIECE_BYTES) -> None:
         block_bytes = store.geometry.block_bytes
         self.total = size_bytes // block_bytes
         if not self.total:
@@ -84,23 +85,26 @@ class RestStore:
         self._device = store.device
         self._blocks: Tensor = store.words.view(torch.int32).view(store.blocks, -1)
         self._slots: Tensor = torch.empty(self.total, self._blocks.shape[1], dtype=torch.int32)
-        self._free = list(range(self.total))[::-1]
+        self._free = RunPool(self.total)
         if self._device.type == "cuda":
             _pin(self._slots)
             weakref.finalize(self, _unpin, self._slots)
-            self._out, self._in = (torch.cuda.Stream(self._device) for _ in range(2))  # type: ignore[no-untyped-call]
+            self._out, self._in = (
+                Crossing.on_gpu(self._blocks, self._slots, is_out=is_out, piece_bytes=piece_bytes)
+                for is_out in (True, False)
+            )
+            self._gathers, self._scatters = CudaStream(self._device), CudaStream(self._device)
 
     @property
     def free(self) -> int:
         """Blocks that there is room for."""
-        return len(self._free)
+        return self._free.free
 
     def save(self, blocks: Sequence[BlockId]) -> tuple[list[int], Copying]:
-        """Begin to copy blocks out of the pool, no more than `free`. Returns their slots."""
-        slots = self._free[len(self._free) - len(blocks) :]
-        del self._free[len(self._free) - len(blocks) :]
+        """Begin to copy blocks out of the pool, no more than `free`. Returns their slots, in as few runs as may be."""
+        slots = self._free.take(len(blocks))
         if self._device.type == "cuda":
-            return slots, self._copy_beside(self._out, blocks, slots)
+            return slots, self._copy_beside(self._out, self._gathers, blocks, slots)
         begun_s = time.perf_counter()
         self._slots[torch.tensor(slots)] = self._blocks[torch.tensor(blocks)]
         return slots, Copying(time.perf_counter() - begun_s)
@@ -114,31 +118,23 @@ class RestStore:
             after: of the `save` that filled the last of these slots.
         """
         if self._device.type == "cuda":
-            with torch.cuda.stream(self._in):
-                after.settle()
-            return self._copy_beside(self._in, blocks, slots)
+            self._in.link.do(after.settle)
+            return self._copy_beside(self._in, self._scatters, blocks, slots)
         begun_s = time.perf_counter()
         self._blocks[torch.tensor(blocks)] = self._slots[torch.tensor(slots)]
         return Copying(time.perf_counter() - begun_s)
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """These slots are not needed any more; a copy to or from them may still be under way."""
-        self._free += slots
+        """These slots are not needed any more. A copy to them may be under way; one from them has been settled."""
+        self._free.give_back(slots)
 
-    def _copy_beside(self, stream: torch.cuda.Stream, blocks: Sequence[BlockId], slots: Sequence[int]) -> Copying:
-        from kvikk.memory.gpu.link import copy_rows  # imports triton
-
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            of_blocks, of_slots = (upload(np.asarray(each, dtype=np.int64), self._device) for each in (blocks, slots))
-            begun.record()
-            if stream is self._in:
-                copy_rows(self._slots, self._blocks, of_slots, of_blocks)
-            else:
-                copy_rows(self._blocks, self._slots, of_blocks, of_slots)
-            ended.record()
-        return Copying(events=(begun, ended))
+    def _copy_beside(
+        self, crossing: Crossing, near: CudaStream, blocks: Sequence[BlockId], slots: Sequence[int]
+    ) -> Copying:
+        asked = CudaStream.current(self._device).record()
+        for stream in (near, crossing.link):
+            stream.wait(asked)
+        return Copying(events=crossing.copy(blocks, slots, near, direct=True))
 
 
 def _pin(memory: Tensor) -> None:

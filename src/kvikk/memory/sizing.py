@@ -159,14 +159,20 @@ def why_no_fp8(device: torch.device) -> str | None:
     return None
 
 
-def pool_blocks(config: MemoryConfig, geometry: KVGeometry, device: torch.device) -> int:
+def pool_blocks(config: MemoryConfig, geometry: KVGeometry, device: torch.device, *, reserved_bytes: int = 0) -> int:
     """Usable blocks of a pool made now, after the weights are loaded (the null block is paid for and not counted).
+
+    Args:
+        config: how much it may take.
+        geometry: of a block.
+        device: where it will lie.
+        reserved_bytes: that something else will take there: they count as taken.
 
     Raises:
         ConfigError: the memory asked for is not there, or holds no block.
     """
     check_device(config, device)
-    free_bytes = free_memory_bytes(device)
+    free_bytes = free_memory_bytes(device) - reserved_bytes
     if device.type == "cuda" and config.kv_memory is None:
         total_bytes = torch.cuda.mem_get_info(device)[1]
         share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION

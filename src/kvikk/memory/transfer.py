@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvikk.memory.crossing import PIECE_BYTES, Crossing, CudaStream
+from kvikk.memory.runs import RunPool
 from kvikk.memory.storage import KVStore
 from kvikk.types import BlockId
 
@@ -35,7 +37,7 @@ class HostSlots:
         self.rows: Tensor = torch.empty(slots, words, dtype=torch.int32, pin_memory=store.device.type == "cuda")
         """`[slots, words]` int32."""
         self._bytes = self.rows.numpy().view(np.uint8)
-        self._free = list(range(slots))
+        self._free = RunPool(slots)
         self._landing: deque[tuple[torch.cuda.Event, int]] = deque()
         """Slots that the device still reads, in the order of its reading."""
         self._changed = threading.Condition()
@@ -53,23 +55,32 @@ class HostSlots:
         until_s = time.monotonic() + timeout_s
         with self._changed:
             while True:
-                while self._landing and self._landing[0][0].query():  # type: ignore[no-untyped-call]
-                    self._free.append(self._landing.popleft()[1])
-                if self._free:
-                    return self._free.pop()
+                self._note_landed()
+                if self._free.free:
+                    return self._free.take(1)[0]
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
                     return None
                 self._changed.wait(min(left_s, _LANDING_POLL_S) if self._landing else left_s)
 
+    def take_up_to(self, count: int) -> list[int]:
+        """So many slots in as few runs as may be; fewer where there are not so many."""
+        with self._changed:
+            self._note_landed()
+            return self._free.take(min(count, self._free.free))
+
     def give_back(self, slot: int, *, after: torch.cuda.Event | None = None) -> None:
         """A slot is free again, once the device has come to an event."""
         with self._changed:
             if after is None:
-                self._free.append(slot)
+                self._free.give_back([slot])
             else:
                 self._landing.append((after, slot))
             self._changed.notify()
+
+    def _note_landed(self) -> None:
+        while self._landing and self._landing[0][0].query():  # type: ignore[no-untyped-call]
+            self._free.give_back([self._landing.popleft()[1]])
 
 
 class LeavingBlock:
@@ -108,32 +119,41 @@ class StagedBlock:
 class BlockTransfer:
     """Copies whole blocks out of the pool and into it.
 
-    Copies happen on the device in the order in which they are asked for, between the steps that were started before
-    and after. `stage` and what `copy_out` gives may be used from any thread, the rest is for the engine's.
+    What happens to the pool happens in the order in which it is asked for, between the steps that were started before
+    and after. On a GPU that is gathering and scattering; blocks cross the link beside the steps, which wait for it only
+    where more is asked for at once than the staging memory holds, or where what comes in is not there yet. `stage` and
+    what `copy_out` gives may be used from any thread, the rest is for the engine's.
 
     Args:
         store: the pool's bytes.
         blocks: no more slots are made than this.
+        piece_bytes: that cross the link together.
     """
 
-    def __init__(self, store: KVStore, blocks: int) -> None:
+    def __init__(self, store: KVStore, blocks: int, *, piece_bytes: int = PIECE_BYTES) -> None:
         block_bytes = store.geometry.block_bytes
         self._words = store.words.view(store.blocks, -1)
-        self._is_cuda = store.device.type == "cuda"
+        self._device = store.device
         self._out = HostSlots(store, max(1, min(blocks, OUT_BYTES // block_bytes)))
         self._in = HostSlots(store, max(1, min(blocks, IN_BYTES // block_bytes)))
+        if self._device.type == "cuda":
+            self._leaving, self._coming = (
+                Crossing.on_gpu(self._words, slots.rows, is_out=is_out, piece_bytes=piece_bytes)
+                for slots, is_out in ((self._out, True), (self._in, False))
+            )
 
     def copy_out(self, blocks: Sequence[BlockId]) -> list[LeavingBlock]:
         """Start to copy blocks to the host: the first of these, as many as there is room for."""
-        taken = []
-        for block in blocks:
-            slot = self._out.take()
-            if slot is None:
-                break
-            self._out.rows[slot].copy_(self._words[block], non_blocking=True)
-            taken.append(slot)
-        copied = self._event() if taken else None
-        return [LeavingBlock(self._out, slot, copied) for slot in taken]
+        slots = self._out.take_up_to(len(blocks))
+        if not slots:
+            return []
+        copied = None
+        if self._device.type == "cuda":
+            _, copied = self._leaving.copy(blocks[: len(slots)], slots, self._steps(), direct=False)
+        else:
+            for slot, block in zip(slots, blocks, strict=False):
+                self._out.rows[slot].copy_(self._words[block])
+        return [LeavingBlock(self._out, slot, copied) for slot in slots]
 
     def stage(self, data: memoryview, timeout_s: float) -> StagedBlock | None:
         """Copy a block's bytes to where `copy_in` takes them from; None when there was no room in so many seconds."""
@@ -145,16 +165,17 @@ class BlockTransfer:
 
     def copy_in(self, blocks: Sequence[tuple[StagedBlock, BlockId]]) -> None:
         """Copy staged blocks into the pool, and release them."""
-        for staged, block in blocks:
-            self._words[block].copy_(staged.slots.rows[staged.slot], non_blocking=True)
-        copied = self._event() if blocks else None
+        if not blocks:
+            return
+        copied = None
+        if self._device.type == "cuda":
+            slots, targets = [staged.slot for staged, _ in blocks], [block for _, block in blocks]
+            _, copied = self._coming.copy(targets, slots, self._steps(), direct=False)
+        else:
+            for staged, block in blocks:
+                self._words[block].copy_(self._in.rows[staged.slot])
         for staged, _ in blocks:
-            staged.slots.give_back(staged.slot, after=copied)
+            self._in.give_back(staged.slot, after=copied)
 
-    def _event(self) -> torch.cuda.Event | None:
-        """Comes when all that was asked of the device is done; None where that is done at once."""
-        if not self._is_cuda:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    def _steps(self) -> CudaStream:
+        return CudaStream.current(self._device)

@@ -1,8 +1,7 @@
-"""Copies scattered rows of words between the device and pinned host memory, by a kernel.
+"""Copies scattered rows of words, by a kernel: on the device, where blocks are gathered for the link to the host.
 
-A kernel reads and writes pinned memory through the link at its full rate from rows of some KiB on, and takes one call
-for any number of rows, where the copy engines take one for each. Few programs are enough to keep the link busy, so that
-the steps that run beside it keep nearly all of the device.
+It reaches pinned host memory, too, at the link's full rate from rows of some KiB on. But what else runs on the device
+then waits for its memory (`benchmarks/host_link.py`), so that nothing in the engine does so.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from torch import Tensor
 
 WORDS_AT_ONCE = 4096
 """Of a program: 16 KiB are under way at once."""
-PROGRAMS = 16
-"""256 KiB under way in all: what a link of 64 GB/s carries in 4 us."""
+PROGRAMS = 64
+"""1 MiB under way in all: at 2 us to the memory and back ten times what the link carries, and half of a large GPU."""
 
 
 def copy_rows(
