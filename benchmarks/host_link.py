@@ -149,7 +149,7 @@ class Way:
 
 def staged(ends: Ends, direction: str, *, piece_mib: int, programs: int) -> Callable[[], None]:
     """All pairs, gathered or scattered on the device and by copy engines from there, on streams of their own."""
-    from kvikk.memory.gpu.link import copy_rows  # imports triton
+    from kvikk.memory.gpu.rows import copy_rows  # imports triton
 
     device, gather = ends.device.device, partial(copy_rows, programs=programs)
     crossing = Crossing(
@@ -171,7 +171,7 @@ def staged(ends: Ends, direction: str, *, piece_mib: int, programs: int) -> Call
 
 def staged_ways(ends: Ends, direction: str) -> Iterator[Way]:
     """As the engine does, then with other pieces, programs and runs."""
-    from kvikk.memory.gpu.link import PROGRAMS as GATHERS  # imports triton
+    from kvikk.memory.gpu.rows import PROGRAMS as GATHERS  # imports triton
 
     piece = PIECE_BYTES // 2**20
     options: list[tuple[int, int, int | None]] = [(piece, GATHERS, None)]
@@ -189,7 +189,7 @@ def staged_ways(ends: Ends, direction: str) -> Iterator[Way]:
 
 def by_kernel(ends: Ends, direction: str, programs: int) -> Callable[[], None]:
     """All pairs, by one launch of so many programs."""
-    from kvikk.memory.gpu.link import copy_rows  # imports triton
+    from kvikk.memory.gpu.rows import copy_rows  # imports triton
 
     source, target, of_source, of_target = ends.sides(direction)
     return lambda: copy_rows(source, target, of_source, of_target, programs=programs)

@@ -182,8 +182,10 @@ class Crossing:
     @classmethod
     def on_gpu(cls, pool: Tensor, host: Tensor, *, is_out: bool, piece_bytes: int = PIECE_BYTES) -> Crossing:
         """With a stream of its own for the link."""
-        from kvikk.memory.gpu.link import copy_rows  # imports triton
+        from kvikk.memory.gpu.rows import copy_rows  # imports triton
 
+        first = torch.zeros(1, dtype=torch.int64, device=pool.device)
+        copy_rows(pool, torch.empty_like(pool[:1]), first, first)  # compiled now, and not while requests wait
         link = CudaStream(pool.device)
         return cls(pool, host, is_out=is_out, link=link, copy_rows=copy_rows, piece_bytes=piece_bytes)
 

@@ -1,1 +1,1 @@
-"""Kernels that move bytes of the pool (`link`), and that say which ones a compaction moves (`pack`)."""
+"""Kernels that move bytes of the pool (`rows`), and that say which ones a compaction moves (`pack`)."""

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvikk.memory.gpu.link import PROGRAMS, WORDS_AT_ONCE, copy_rows
+from kvikk.memory.gpu.rows import PROGRAMS, WORDS_AT_ONCE, copy_rows
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

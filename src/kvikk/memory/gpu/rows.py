@@ -43,7 +43,7 @@ def copy_rows(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["copies"])
+@triton.jit(do_not_specialize=["copies"], do_not_specialize_on_alignment=["source_rows", "target_rows"])
 def _copy(source, target, source_rows, target_rows, copies, width, WORDS: tl.constexpr):
     pieces = tl.cdiv(width, WORDS)
     for item in range(tl.program_id(0), copies * pieces, tl.num_programs(0)):
