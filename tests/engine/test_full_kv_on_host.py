@@ -12,8 +12,8 @@ from kvikk.attention import attention_backend
 from kvikk.compress import Rotary
 from kvikk.engine import Engine, EngineConfig, EngineLimits, Request, SamplingParams, SchedulerConfig
 from kvikk.engine.compressor import PolicyCompressor
-from kvikk.engine.drafting import StepKind, StepTimes
-from kvikk.engine.rounds import DraftRounds
+from kvikk.engine.drafting import Mix, Room
+from kvikk.engine.outlook import Outlook
 from kvikk.engine.runner import ModelRunner
 from kvikk.engine.step import RowResult, StepPlan
 from kvikk.errors import ConfigError
@@ -149,35 +149,20 @@ def test_rows_whose_blocks_are_still_cached_get_them_back_without_the_link(fast:
 def test_rows_part_for_one_that_waits_where_the_model_says_that_it_pays(
     fast: LlamaModel, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[dict[str, Any]] = []
+    asked: list[Room] = []
 
-    def answer(_: DraftRounds, **case: Any) -> bool:
-        asked.append(case)
-        return pays
+    def answer(outlook: Outlook, rows: Any, room: Room, times: Any) -> None:
+        asked.append(room)
+        outlook.mix = Mix(
+            whole=1, parted=7 * pays, length=8, step_s=0.0, tokens_per_s=1.0 + pays, plain_tokens_per_s=1.0
+        )
 
-    monkeypatch.setattr(DraftRounds, "parting_pays", answer)
+    monkeypatch.setattr(Outlook, "_ask", answer)
     _, _, plain_most = run(engine_on(fast), jobs(None))
     _, _, most = run(engine_on(fast, host_blocks=200, use="auto"), jobs(small()))
     assert (most > plain_most) == pays
     assert asked
-    assert all(case["load_row_s"] > 0 and case["partings"] > 0 for case in asked)
-
-
-@pytest.mark.parametrize(("load_row_s", "pays"), [(1e-4, True), (1.0, False)])
-def test_a_quick_link_pays_and_a_slow_one_does_not(fast: LlamaModel, load_row_s: float, pays: bool) -> None:
-    engine = engine_on(fast, host_blocks=200, use="auto")
-    rounds = engine.scheduler.rounds
-    for _ in range(4):
-        engine.add(*jobs(small(), 1)[0])
-        engine.step()
-    case: dict[str, Any] = {"whole": 2, "parted": 3, "partings": 1, "load_row_s": load_row_s}
-    assert not rounds.parting_pays(**case), "nothing was measured yet"
-    rounds.times = StepTimes()
-    for rows in (2, 3, 4):
-        rounds.times.record(StepKind.DRAFT, rows=rows, tokens=rows, seconds=0.001)
-        rounds.times.record(StepKind.VERIFY, rows=rows, tokens=5 * rows, seconds=0.002 * rows)
-        rounds.times.record(StepKind.PLAIN, rows=rows, tokens=rows, seconds=0.002 * rows)
-    assert rounds.parting_pays(**case) == pays
+    assert all(room.blocks == BLOCKS and room.host_rows > 7 for room in asked)
 
 
 def test_while_nothing_was_measured_no_row_parts_for_one_that_waits(fast: LlamaModel) -> None:

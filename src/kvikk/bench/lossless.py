@@ -41,7 +41,6 @@ from kvikk.compress import KVCacheParams
 from kvikk.compress.flags import KVCacheConfig
 from kvikk.engine import Capacity, Engine, EngineConfig, SamplingParams, build_engine, load_engine
 from kvikk.engine.build import MakeRunner, fastest_runner
-from kvikk.engine.drafting import StepTimes
 from kvikk.engine.step import Runner
 from kvikk.errors import ConfigError, InvalidRequest
 from kvikk.memory import KVStore
@@ -172,7 +171,7 @@ def bench_lossless(config: BenchLosslessConfig) -> LosslessResult:
         for method in lossless.methods():
             for acceptance in lossless.acceptances:
                 lot.acceptance = acceptance or 0.0
-                engine.scheduler.rounds.times = StepTimes()  # of this method alone
+                engine.scheduler.rounds.forget()  # what is learnt is of this method alone
                 drafted = _measured(engine, prompts, config, method)
                 best = best_tokens_per_s(
                     drafted, engine, blocks=context // engine.kv.page_size, looks_up="drafter" in method

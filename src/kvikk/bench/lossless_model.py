@@ -8,6 +8,7 @@ from kvikk.bench.lossless_run import Run
 from kvikk.compress.config import MAX_DRAFT_TOKENS
 from kvikk.engine import Engine
 from kvikk.engine.drafting import HostCosts, RoundCosts, tokens_per_s
+from kvikk.engine.outlook import MOST_PARTED
 
 
 def best_tokens_per_s(run: Run, engine: Engine, *, blocks: int, looks_up: bool) -> float | None:
@@ -34,7 +35,7 @@ def best_tokens_per_s(run: Run, engine: Engine, *, blocks: int, looks_up: bool) 
             costs = HostCosts.of(times, rests.load_block_s * blocks)
             if costs is None:
                 return None
-            rate = tokens_per_s(rows - parted, parted, acceptance, MAX_DRAFT_TOKENS, costs)
+            rate = tokens_per_s(rows - parted, parted, acceptance, MAX_DRAFT_TOKENS, MOST_PARTED, costs)
         else:
             round_costs = times.costs(rows, drafts_are_free=looks_up)
             if round_costs is None:

@@ -324,7 +324,7 @@ class Engine:
 
     def _collect_before_planning(self) -> None:
         """Leave one step in flight, if its rows can go on without its results."""
-        self._collect(down_to=0 if self._in_flight and self._in_flight[-1].plan.tries_drafts else 1)
+        self._collect(down_to=0 if self._in_flight and self._in_flight[-1].plan.must_be_read else 1)
 
     def _collect(self, *, down_to: int = 0) -> None:
         """Read the steps in flight, the oldest first, until so many are left."""
@@ -375,7 +375,9 @@ class Engine:
                 if row.drafting is None:
                     is_done = self.kv.compact(row, self.scheduler.find_room)
                 elif self.scheduler.rounds.wants_cache(row):
+                    began_s = self._clock()
                     has_room = self.kv.copy_kept(row)
+                    self.scheduler.rounds.outlook.note_copy(row, self._clock() - began_s)
                 else:
                     self.kv.give_up_drafts(row)
             except Exception as error:
@@ -546,13 +548,15 @@ class Engine:
         """Tell a row what the whole cache says: the drafts that agree with it, and the token after these."""
         row, drafts = scheduled.row, scheduled.known_drafts
         assert row.drafting is not None
+        if row.blocks is not scheduled.runs[-1].blocks:  # preempted since: what was verified will be computed again
+            return
         row.drafting.length = 0
         if not result.tokens:
             self._outputs += self._fail(row, self._why_no_token(row))
             return
         agreed = agreeing(drafts, result.tokens)
         accepted = len(agreed)
-        row.drafting.record.note_round(len(drafts), accepted)
+        self.scheduler.rounds.note_verified(row, len(drafts), accepted)
         tokens, leads = result.tokens[: accepted + 1], result.leads[: accepted + 1]
         ids = [*agreed, tokens[-1].token_id]
         if not self._may_end(row, ids):

@@ -294,9 +294,15 @@ class KVMemory:
         later, as what it would keep is chosen before it is known whether there is room."""
         assert self.compressor is not None
         assert row.drafting is not None
+        soon = self.rests is not None and self.rests.leaving > 0
         if row.compress_at is None or row.front >= row.compress_at:
-            row.set_trigger(*self.compressor.next_trigger(row, RETRY_TOKENS << row.drafting.refusals))
-        row.drafting.refusals += 1
+            row.set_trigger(*self.compressor.next_trigger(row, 1 if soon else RETRY_TOKENS << row.drafting.refusals))
+        row.drafting.refusals += not soon
+
+    def want_cache_now(self, row: Row) -> None:
+        """Have a lossless row without a small cache come to a trigger as soon as may be."""
+        assert self.compressor is not None
+        row.set_trigger(*self.compressor.next_trigger(row, 1))
 
     def copy_kept(self, row: Row) -> bool:
         """A lossless row is at its trigger: make its small cache anew, a copy of what its policy keeps.
@@ -325,8 +331,12 @@ class KVMemory:
         counts = choice.counts - (row.front - stop)
         held = everything.first(stop // self.page_size)
         frames = int(frames_wanted(held, counts).sum())
-        while (blocks := self.frames.blocks_needed(frames)) > self.pool.free:  # joining takes free frames as well
-            if not self.make_room(blocks) and not self._part_one_more():
+        while (
+            blocks := self.frames.blocks_needed(frames)
+        ) + self._staging > self.obtainable or blocks > self.pool.free:
+            # joining takes free frames as well
+            has_room = blocks + self._staging <= self.obtainable
+            if not (has_room and self.make_room(blocks)) and not self._part_one_more():
                 return False
         fresh = self.frames.take(frames)
         plan = plan_compaction(held, counts, fresh, stop=stop)
@@ -343,9 +353,16 @@ class KVMemory:
         return True
 
     def _part_one_more(self) -> bool:
-        """Where rows part with their whole KV anyway, have another one do so, so that this one can too."""
+        """Where more rows should part with their whole KV, have one do so, so that this one can too."""
         rests = self.rests
-        return rests is not None and (rests.always or rests.parted > 0) and rests.part_one()
+        if rests is None or not rests.may_part(1):
+            return False
+        return rests.part_one() or (rests.ask_one_to_part() and False)
+
+    @property
+    def _staging(self) -> int:
+        """Blocks to leave for parted rows to be whole again."""
+        return 0 if self.rests is None else self.rests.staging
 
     def give_up_drafts(self, row: Row) -> None:
         """Take the small cache of a lossless row, if it has one. What was drafted in this round is forgotten."""

@@ -134,6 +134,7 @@ class Rest:
         loading_blocks: how many those are.
         is_leased: of a whole row, whether it is so for one verification.
         is_verified: of a leased row, whether that has been planned.
+        is_leaving: of a whole row, whether it parts as soon as no step computes it: none is planned with it until then.
     """
 
     slots: list[int]
@@ -145,6 +146,7 @@ class Rest:
     loading_blocks: int = 0
     is_leased: bool = False
     is_verified: bool = False
+    is_leaving: bool = False
 
 
 @dataclass(slots=True, eq=False)

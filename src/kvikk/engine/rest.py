@@ -13,18 +13,19 @@ part only when that lets another one start, or keeps one from being preempted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
+from kvikk.engine.drafting import loads_at_once
 from kvikk.engine.request import Copying, Rest, Row
 from kvikk.types import BlockId, Position
 
 if TYPE_CHECKING:
     from kvikk.engine.kv import KVMemory
 
-LOADS_AT_ONCE: Final = 2
-"""Rows that get their blocks back at a time: one follows the other on the link, and more would only take room."""
+SPARE_COPIES: Final = 2
+"""Rows whose KV the host has besides that of as many as are to part: these can part at once."""
 
 
 class RestBytes(Protocol):
@@ -88,6 +89,11 @@ class Rests:
     def __init__(self, kv: KVMemory, store: RestBytes) -> None:
         self.always = False
         """Whether rows part wherever that makes room that is wanted, and not only where it pays."""
+        self.most_parted = 0
+        """Rows that may be parted to make room for others, where they are not `always`; to spare one from being
+        preempted any may."""
+        self.least_acceptance = 0.0
+        """Of the drafts of a row that may part: of one that misses more the link would bring all for a few tokens."""
         self.counters = RestCounters()
         self.load_block_s = 0.0
         """What the link takes for a block, running; 0: it is not known yet."""
@@ -103,9 +109,36 @@ class Rests:
         """Rows whose first blocks the host alone has."""
         return sum(rest.is_parted for rest in self._rows.values())
 
-    def load_s(self, rows: Sequence[Row]) -> float:
-        """What the link takes for what one of these rows has, on average; 0: it is not known yet."""
-        return self.load_block_s * sum(len(self._rows[row].slots) for row in rows) / len(rows)
+    @property
+    def wait_s(self) -> float:
+        """What the link takes for all that it is to bring now."""
+        return self.load_block_s * sum(len(self._rows[row].slots) for row in (*self._queue, *self._arriving_rows()))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the link could bring what a row has parted with, and none wants it."""
+        return not self._queue and self._arriving < self._loads_at_once
+
+    def has_use_for(self, row: Row) -> bool:
+        """Whether the host should have a whole row's KV: as many as may part, and one to see what the link takes."""
+        if self.always or row.rest is not None:
+            return True
+        return len(self._rows) < (self.most_parted + SPARE_COPIES if self.most_parted else not self.load_block_s)
+
+    def may_part(self, rows: int) -> bool:
+        """Whether so many rows more may part to make room for others."""
+        away = sum(rest.is_parted or rest.is_leased or rest.is_leaving for rest in self._rows.values())
+        return self.always or away + rows <= self.most_parted
+
+    @property
+    def leaving(self) -> int:
+        """Whole rows that part as soon as no step is computing them."""
+        return sum(rest.is_leaving for rest in self._rows.values())
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks that the host can hold."""
+        return self._store.total
 
     @property
     def used_bytes(self) -> int:
@@ -119,7 +152,8 @@ class Rests:
 
     @property
     def staging(self) -> int:
-        """Blocks that must stay obtainable for the longest of the parted rows to be whole again at times."""
+        """Blocks that must stay obtainable for the longest of the parted rows to be whole again at times: those that
+        keep the link busy."""
         return self._staging([])
 
     def holders(self) -> Iterator[list[BlockId]]:
@@ -131,7 +165,7 @@ class Rests:
     def keep(self, row: Row) -> None:
         """A whole row has got a small cache anew: have the host hold all full blocks before that one's tail."""
         drafting = row.drafting
-        if drafting is None or drafting.cache is None or not _drafts(row):
+        if drafting is None or drafting.cache is None or not _drafts(row) or not self.has_use_for(row):
             return
         rest = row.rest
         first = 0 if rest is None else len(rest.slots)
@@ -165,21 +199,31 @@ class Rests:
 
     def part_one(self) -> bool:
         """Make room by parting the row that came last, of those that can; False: there is none."""
-        victim = next(self._partable(), None)
+        victim = next((row for row in self._partable() if is_between_steps(row)), None)
         if victim is not None:
             self._part(victim)
         return victim is not None
 
-    def part_for(self, blocks: int, pays: Callable[[Sequence[Row]], bool]) -> bool:
-        """Part rows, so that as many blocks become obtainable and what parted rows need besides.
-
-        Args:
-            blocks: to become so.
-            pays: whether it is worth while that these rows part.
+    def ask_one_to_part(self) -> bool:
+        """Make room by and by: have the row that came last part, of those that can, as soon as no step is computing it.
 
         Returns:
-            False, and nothing done, where it is not, or there are not enough.
+            False, and nothing done, where there is none. True also where one has been asked already.
         """
+        if not self.leaving:
+            victim = next(self._partable(), None)
+            if victim is not None:
+                self._leave(victim)
+        return self.leaving > 0
+
+    def part_for(self, blocks: int) -> bool:
+        """Part rows, so that as many blocks become obtainable and what parted rows need besides.
+
+        Returns:
+            False where so many may not part, there are not enough, or a step is still computing some of them.
+        """
+        if self.leaving or not self.may_part(1):
+            return False
         victims: list[Row] = []
         obtainable = self._kv.obtainable
         for row in self._partable():
@@ -187,11 +231,11 @@ class Rests:
                 break
             victims.append(row)
             obtainable += self._frees(row)
-        if not victims or obtainable < blocks + self._staging(victims) or not pays(victims):
+        if not victims or obtainable < blocks + self._staging(victims) or not self.may_part(len(victims)):
             return False
         for row in victims:
-            self._part(row)
-        return True
+            self._leave(row)
+        return not self.leaving
 
     # Coming back
 
@@ -212,11 +256,13 @@ class Rests:
             if rest.arriving:
                 if rest.loading is None or rest.loading.is_done:
                     self._arrive(row, rest)
+            elif rest.is_leaving:
+                self._leave(row)
             elif rest.is_leased and rest.is_verified and is_between_steps(row):
                 rest.is_leased = rest.is_verified = False
                 head = next(iter(self._queue), None)
                 if head is not None and self.blocks_to_load(head) > self._kv.obtainable and self._can_part(row):
-                    self._part(row)
+                    self._leave(row)
 
     def load(self, spare: int) -> Row | None:
         """Have the next rows of the queue get their blocks, as far as there is room.
@@ -227,10 +273,13 @@ class Rests:
         Returns:
             A row that nothing will make room for by itself, as no other row is whole for a while.
         """
-        while self._queue and self._arriving < LOADS_AT_ONCE:
+        while self._queue and self._arriving < self._loads_at_once:
             row = next(iter(self._queue))
             if not self.load_row(row, spare):
-                return None if self._arriving or any(rest.is_leased for rest in self._rows.values()) else row
+                is_left = self.ask_one_to_part()
+                if is_left or self._arriving or any(rest.is_leased for rest in self._rows.values()):
+                    return None
+                return row
         return None
 
     def load_row(self, row: Row, spare: int = 0) -> bool:
@@ -272,8 +321,16 @@ class Rests:
     # Parts of these
 
     @property
+    def _loads_at_once(self) -> int:
+        longest = max((len(rest.slots) for rest in self._rows.values()), default=0)
+        return loads_at_once(longest, self._kv.pool.total)
+
+    @property
     def _arriving(self) -> int:
-        return sum(bool(rest.arriving) for rest in self._rows.values())
+        return len(self._arriving_rows())
+
+    def _arriving_rows(self) -> list[Row]:
+        return [row for row, rest in self._rows.items() if rest.arriving]
 
     def _arrive(self, row: Row, rest: Rest) -> None:
         if rest.loading is not None:
@@ -288,8 +345,20 @@ class Rests:
         rest.is_leased = True
         row.request.recount_blocks()
 
+    def _leave(self, row: Row) -> None:
+        """Part a row as soon as that can be."""
+        rest, drafting = self._rows[row], row.drafting
+        assert drafting is not None
+        if drafting.cache is None:  # it has been given up since
+            rest.is_leaving = False
+        elif is_between_steps(row) and rest.saving.is_done:  # it may have got a small cache anew, with more to save
+            self._part(row)
+        else:
+            rest.is_leaving = True
+
     def _part(self, row: Row) -> None:
         rest = self._rows[row]
+        rest.is_leaving = False
         given_up = row.blocks[: len(rest.slots)]
         row.blocks = row.blocks[len(rest.slots) :]
         rest.is_parted, rest.is_leased, rest.is_verified = True, False, False
@@ -298,7 +367,7 @@ class Rests:
         row.request.recount_blocks()
 
     def _partable(self) -> Iterator[Row]:
-        """Rows that can part and make room by it, the last that came first."""
+        """Rows that can part and make room by it, once no step computes them; the last that came first."""
         rows = [row for row, rest in self._rows.items() if not rest.is_leased and self._can_part(row)]
         rows.sort(key=lambda row: row.request.number, reverse=True)
         return (row for row in rows if self._frees(row))
@@ -306,8 +375,9 @@ class Rests:
     def _can_part(self, row: Row) -> bool:
         rest, drafting = self._rows[row], row.drafting
         assert drafting is not None
-        drafts = drafting.cache is not None and drafting.record.fallback is None
-        return drafts and not rest.is_parted and rest.saving.is_done and is_between_steps(row)
+        if drafting.cache is None or drafting.record.acceptance.probability < self.least_acceptance:
+            return False
+        return not (rest.is_parted or rest.is_leaving) and row.is_running and rest.saving.is_done
 
     def _frees(self, row: Row) -> int:
         references = self._kv.pool.references
@@ -317,7 +387,7 @@ class Rests:
         """What `staging` is once some rows more have parted."""
         needs = [len(rest.slots) for row, rest in self._rows.items() if rest.is_parted or row in parting]
         held = sum(len(rest.slots) for rest in self._rows.values() if rest.arriving or rest.is_leased)
-        return max(0, max(needs, default=0) - held)
+        return max(0, sum(sorted(needs)[-self._loads_at_once :]) - held)
 
     def _note_moved(self, row: Row, blocks: int) -> None:
         usage = row.request.kv_usage

@@ -18,17 +18,18 @@ from typing import Final
 from kvikk.compress import KVCacheParams
 from kvikk.compress.config import MAX_DRAFT_TOKENS
 from kvikk.engine.drafting import (
+    DEFAULT_LENGTH,
+    Acceptance,
     Fallback,
-    HostCosts,
     RoundPlan,
     StepKind,
     StepTimes,
     fitting,
     plan_round,
-    tokens_per_s,
     tokens_until,
 )
 from kvikk.engine.kv import KVMemory
+from kvikk.engine.outlook import MOST_PARTED, Outlook
 from kvikk.engine.request import UNKNOWN, Drafting, Row
 from kvikk.engine.step import StepPlan
 
@@ -38,13 +39,14 @@ NEAR_TIES: Final = (0.0, 0.125, 0.25)
 """In nats: where the two likeliest tokens are no further apart than this, rounding alone can decide between them."""
 
 EVEN, HOPELESS = 0.5, 0.1
-"""Chances that all tokens of a draft are right, at which a row on the host queues for the link, and drafts no more."""
+"""Chances that all tokens of a draft are right, at which a row on the host queues for the link, and drafts no more,
+while the model does not say how many it should draft."""
+
+RIPE: Final = 0.5
+"""Of what a row on the host wants to draft, what it must have drafted to queue for a link that has nothing to do."""
 
 MOST_REPEATS: Final = 8
 """Draft steps that are started as one: what a request that comes meanwhile waits for."""
-
-LEAST_GAIN: Final = 1.03
-"""By which the model must say that the device commits more before rows part: it is a model."""
 
 
 @dataclass(slots=True)
@@ -90,6 +92,8 @@ class DraftRounds:
 
     def __init__(self, kv: KVMemory, max_model_len: int) -> None:
         self.times = StepTimes()
+        self.outlook = Outlook(kv, max_model_len)
+        """Which rows get small caches, and how many part."""
         self.runs_ahead = False
         """Whether a step can be started on tokens that are still being computed: from the last one, or to verify."""
         self.counters = DraftCounters()
@@ -114,6 +118,8 @@ class DraftRounds:
         looking, drafting, hosted = [], [], []
         for row in rows:
             state, rest = _state(row), row.rest
+            if rest is not None and rest.is_leaving:
+                continue
             if state.lookup is not None:
                 looking.append(row)
             elif rest is not None and (rest.is_parted or rest.is_leased):
@@ -123,34 +129,29 @@ class DraftRounds:
         self._look_up(looking, plan, step_tokens - len(drafting) - len(hosted))
         for left, row in zip(range(len(hosted) - 1, -1, -1), hosted, strict=True):
             self._draft_hosted(row, plan, step_tokens - plan.tokens - len(drafting) - left)
+        if hosted:
+            self._use_link(hosted)
         self._draft(drafting, plan, step_tokens)
 
+    def forget(self) -> None:
+        """What steps take and what was accepted: others will follow."""
+        self.times, self.outlook = StepTimes(), Outlook(self._kv, self._max_model_len)
+
     def wants_cache(self, row: Row) -> bool:
-        """Whether a row that is at its trigger would draft with a small cache: its copy takes time and memory."""
+        """Whether a row that is at its trigger should get a small cache: its copy takes time and memory."""
         record = _state(row).record
-        return _params(row).draft_tokens != 0 and (record.fallback is None or record.is_due)
-
-    def parting_pays(self, *, whole: int, parted: int, partings: int, load_row_s: float) -> bool:
-        """Whether rows should part with their whole KV, so that one more can start.
-
-        Args:
-            whole: rows with small caches that are whole.
-            parted: rows that have parted.
-            partings: whole rows that would part.
-            load_row_s: for the link to bring back what one has parted with.
-
-        Returns:
-            False also while that is not known.
-        """
-        costs, drafting = HostCosts.of(self.times, load_row_s), self._kv.drafting
-        if costs is None or not drafting:
+        if not self.outlook.wants_cache(row):
             return False
-        acceptance = sum(_state(row).record.acceptance.probability for row in drafting) / len(drafting)
-        before, after = (
-            tokens_per_s(whole + started - parting, parted + parting, acceptance, MAX_DRAFT_TOKENS, costs)
-            for started, parting in ((0, 0), (1, partings))
-        )
-        return after > LEAST_GAIN * before
+        if record.is_untried:
+            record.acceptance = Acceptance(self.outlook.prior(row))
+        return True
+
+    def note_verified(self, row: Row, drafted: int, accepted: int) -> None:
+        """Drafts of a row were verified, or it has decoded plainly; the first `accepted` are right."""
+        state = _state(row)
+        state.record.note_round(drafted, accepted)
+        if state.lookup is None:
+            self.outlook.note_verified(row, drafted, accepted)
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long; those that tell something of lossless rows are remembered.
@@ -159,18 +160,24 @@ class DraftRounds:
         """
         if not plan.has_lossless or plan.is_cold:
             return
-        kinds = {
-            StepKind.DRAFT if each.row.draft_of is not None
-            else StepKind.VERIFY if each.drafts
-            else StepKind.PLAIN if each.samples == 1 and each.runs[0].length == 1
-            else None
-            for each in plan.rows
-        }  # fmt: skip
-        if StepKind.VERIFY in kinds:  # rows without drafts in it are plain ones: they cost what their last token does
-            kinds.discard(StepKind.PLAIN)
-        (kind, *others) = kinds
-        if kind is not None and not others:
-            self.times.record(kind, rows=len(plan.rows), tokens=plan.tokens, seconds=seconds / plan.repeats)
+        drafting = verified = plain = 0
+        for each in plan.rows:
+            if each.row.draft_of is not None:
+                drafting += 1
+            elif each.drafts:
+                verified += 1
+            elif each.samples == 1 and each.runs[0].length == 1:
+                plain += 1
+            else:  # a prompt
+                return
+        rows = drafting + verified + plain
+        kind = StepKind.VERIFY if verified else StepKind.PLAIN if plain else StepKind.DRAFT
+        if kind is StepKind.DRAFT:
+            drafting = 0  # beside no others
+        self.times.record(
+            kind, rows=rows, tokens=plan.tokens, seconds=seconds / plan.repeats, drafting=drafting,
+            plain=plain if verified else 0,
+        )  # fmt: skip
 
     def repeats(self, plan: StepPlan) -> int:
         """How often a step can be computed without the host: where nothing but drafting is done in it, until the first
@@ -289,7 +296,7 @@ class DraftRounds:
                 self._add(row, state.tokens[: max(0, step_tokens - 1)], plan)
                 rest.is_verified = True
             return
-        wanted, most = self._wanted(row), self._most(row)
+        wanted, most = self._wanted(row), self._most(row, MOST_PARTED)
         if state.cache is not None and not state.length and (length := self._with_room(row, min(wanted, most))):
             state.begin(row, length, self._page_size)
         elif state.length and not state.missing and self._goes_on(row, most):
@@ -297,23 +304,42 @@ class DraftRounds:
             state.go_on(row, max(length, state.drafted), self._page_size)
         if state.missing:
             self._draft_on(row, plan, plan.tokens + step_tokens)
-        if not state.missing or state.drafted + 1 >= wanted:
+        if not state.missing or state.drafted + 1 + self._drafts_until_whole() >= wanted:
             self._kv.rests.want(row)
 
+    def _use_link(self, rows: Sequence[Row]) -> None:
+        """Have the row that has drafted most queue for a link that has nothing to do, if it has drafted long enough.
+
+        So rows that have begun together are not all done together, with nothing to bring before.
+        """
+        assert self._kv.rests is not None
+        if not self._kv.rests.is_idle:
+            return
+        row = max(rows, key=lambda row: _state(row).drafted)
+        if row.rest is not None and row.rest.is_parted and _state(row).drafted >= RIPE * self._wanted(row):
+            self._kv.rests.want(row)
+
+    def _drafts_until_whole(self) -> float:
+        """Tokens that a row would draft until it had got its blocks back, if it queued for the link now."""
+        rests, mix = self._kv.rests, self.outlook.mix
+        assert rests is not None
+        return 0.0 if mix is None or not mix.step_s else rests.wait_s / mix.step_s
+
     def _wanted(self, row: Row) -> int:
-        """How many tokens a row drafts before it queues to be whole: until a miss among them is as likely as not."""
-        asked = _params(row).draft_tokens
+        """How many tokens a row drafts before it is whole, at best; or until a miss among them is as likely as not."""
+        asked, mix = _params(row).draft_tokens, self.outlook.mix
         if asked is not None:
             return asked
-        acceptance = _state(row).record.acceptance.probability
-        return tokens_until(EVEN, acceptance, MAX_DRAFT_TOKENS)
+        if mix is not None and mix.length:
+            return mix.length
+        return tokens_until(EVEN, _state(row).record.acceptance.probability, MOST_PARTED)
 
     def _goes_on(self, row: Row, most: int) -> bool:
         """Whether a row that has drafted all that it wanted drafts another token while it waits."""
         state = _state(row)
         if state.is_over or _params(row).draft_tokens is not None or state.drafted >= most:
             return False
-        return state.drafted < tokens_until(HOPELESS, state.record.acceptance.probability, MAX_DRAFT_TOKENS)
+        return state.drafted < tokens_until(HOPELESS, state.record.acceptance.probability, MOST_PARTED)
 
     # All
 
@@ -337,7 +363,7 @@ class DraftRounds:
             plan.add_verification(row, drafts)
         else:
             state.length = 0
-            state.record.note_round(0, 0)
+            self.note_verified(row, 0, 0)
             plan.add(row, 1)
 
     def _plan(self, rows: Sequence[Row], most: list[int], *, drafts_are_free: bool = False) -> RoundPlan:
@@ -348,6 +374,8 @@ class DraftRounds:
             self.promised_gain = planned.best.tokens_per_s / planned.best.plain_tokens_per_s
         for index, row in enumerate(rows):
             asked = _params(row).draft_tokens
+            if asked is None and not drafts_are_free and self.outlook.is_pilot(row):
+                asked = DEFAULT_LENGTH
             if asked is not None:
                 planned.lengths[index] = min(asked, most[index])
                 _state(row).record.fallback = None
@@ -357,8 +385,8 @@ class DraftRounds:
                 logger.info("%s decodes plainly for now, as drafting does not pay: %s", rows[index].id, reason)
         return planned
 
-    def _most(self, row: Row) -> int:
-        """How many tokens a row may draft now."""
+    def _most(self, row: Row, limit: int = MAX_DRAFT_TOKENS) -> int:
+        """How many tokens a row may draft now, `limit` at the most."""
         request, state = row.request, _state(row)
         if state.cache is None and state.lookup is None:
             return 0
@@ -367,7 +395,7 @@ class DraftRounds:
             end = min(end, request.params.max_tokens + len(request.prompt_token_ids) - 1)
         if row.compress_at is not None:
             end = min(end, row.compress_at)
-        return max(0, min(MAX_DRAFT_TOKENS, end - len(row.tokens)))
+        return max(0, min(limit, end - len(row.tokens)))
 
     def _with_room(self, row: Row, length: int) -> int:
         """Give a row blocks for the tokens that it drafts, as far as that takes nothing from other rows."""

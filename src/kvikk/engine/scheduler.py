@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import ceil, inf
-from typing import Final
 
 from kvikk.engine.config import SchedulerConfig
 from kvikk.engine.kv import KVMemory
@@ -19,24 +17,6 @@ from kvikk.engine.tier import EngineTier
 from kvikk.types import BlockId
 
 logger = logging.getLogger(__name__)
-
-ASKED_ANEW: Final = 32
-"""How often the model's answer is good, while it would be asked the same."""
-
-
-@dataclass(slots=True)
-class _Parting:
-    """What the model was asked last of rows that part, and what it said.
-
-    Args:
-        case: rows that were whole, rows that had parted, rows that would part.
-        pays: its answer.
-        times: how often that was given.
-    """
-
-    case: tuple[int, int, int] | None = None
-    pays: bool = False
-    times: int = 0
 
 
 class Scheduler:
@@ -67,7 +47,6 @@ class Scheduler:
         self._page_size = kv.page_size
         self._step_tokens = config.step_tokens()
         self._reserve = ceil(config.admission_reserve * kv.pool.total)
-        self._parting = _Parting()
         self._short_of = 0
         """Blocks that must be obtainable for the next row to start, when that is what it waits for; else 0."""
         self.rounds = DraftRounds(kv, max_model_len)
@@ -82,6 +61,7 @@ class Scheduler:
         Every plan must be followed by `commit` of its rows or `roll_back`, or its rows removed.
         """
         plan = StepPlan()
+        self.rounds.outlook.look(self.running, self.waiting, self.rounds.times)
         if self._kv.rests is not None:
             self._make_whole(self._kv.rests, plan)
         if self._short_of:
@@ -243,10 +223,11 @@ class Scheduler:
 
         A row more brings the speed of one row. A small cache brings what drafting gains, for one row.
         """
-        if self._kv.obtainable < self._short_of and self.running:
+        if self._kv.obtainable < self._short_of and self.running and self.waiting:
             self._take_back_drafts()
-            gain = (self.rounds.promised_gain or 1) - 1
-            self._kv.give_up_drafts_for(self._short_of, most=1 / gain if gain > 0 else inf)
+            if not self.rounds.outlook.keeps_caches_from(self.waiting[0]):
+                gain = (self.rounds.promised_gain or 1) - 1
+                self._kv.give_up_drafts_for(self._short_of, most=1 / gain if gain > 0 else inf)
 
     def _preempt(self, row: Row) -> None:
         """Take a running row's memory.
@@ -339,26 +320,10 @@ class Scheduler:
         needed += cached + self._reserved(row)
         rests = self._kv.rests
         in_all = needed + self._staging
-        if in_all <= self._kv.obtainable or (rests is not None and rests.part_for(needed, self._pays)):
+        if in_all <= self._kv.obtainable or (rests is not None and rests.part_for(needed)):
             return True
         self._short_of = in_all
         return False
-
-    def _pays(self, parting: Sequence[Row]) -> bool:
-        """Whether it is worth while that these rows part with their whole KV for one that waits."""
-        rests, asked = self._kv.rests, self._parting
-        assert rests is not None
-        if rests.always:
-            return True
-        parted = rests.parted
-        case = len(self._kv.drafting) - parted, parted, len(parting)
-        if asked.case != case or asked.times == ASKED_ANEW:
-            whole, parted, partings = asked.case = case
-            load_row_s = rests.load_s(parting)
-            asked.times = 0
-            asked.pays = self.rounds.parting_pays(whole=whole, parted=parted, partings=partings, load_row_s=load_row_s)
-        asked.times += 1
-        return asked.pays
 
     def _start(self, row: Row, hits: list[BlockId | None]) -> None:
         """Give a row these blocks, and its segments; there is room."""
@@ -397,6 +362,7 @@ class Scheduler:
         """Blocks to leave free when a row is admitted: each running one may need another soon."""
         tails = sum(other.unforked for other in self.running) + row.unforked - 1
         loading = 0 if self._tier is None else self._tier.awaited_blocks
+        loading += self.rounds.outlook.awaited_blocks((*self.running, row))
         return loading + (max(self._reserve, tails) if self.running else 0)
 
     def _seat(self, row: Row) -> None:

@@ -52,9 +52,15 @@ def tokens_until(chance: float, acceptance: float, most: int = 2**31) -> int:
 
 
 class Acceptance:
-    """The running estimate of one row with one drafter: a Beta distribution that forgets."""
+    """The running estimate of one row with one drafter: a Beta distribution that forgets.
 
-    def __init__(self, prior: Prior) -> None:
+    Args:
+        prior: what holds while nothing was seen.
+        memory_tokens: a token counts 1/e of a fresh one when so many were tried after it.
+    """
+
+    def __init__(self, prior: Prior, memory_tokens: int = MEMORY_TOKENS) -> None:
+        self._kept = 1 - 1 / memory_tokens
         self._hits = prior.mean * prior.weight
         self._misses = prior.weight - self._hits
 
@@ -72,7 +78,7 @@ class Acceptance:
         if not 0 <= accepted <= drafted:
             raise ValueError(f"{accepted} of {drafted} drafted tokens cannot have been accepted")
         missed = accepted < drafted
-        kept = (1 - 1 / MEMORY_TOKENS) ** (accepted + missed)
+        kept = self._kept ** (accepted + missed)
         self._hits = self._hits * kept + accepted
         self._misses = self._misses * kept + missed
 

@@ -34,6 +34,8 @@ class RowDrafts:
     patience: int = SHORTEST_PATIENCE
     """So many `idle_tokens` make it due for a probe."""
     is_probing: bool = False
+    is_untried: bool = True
+    """Whether nothing that it drafted was verified yet."""
 
     @property
     def is_due(self) -> bool:
@@ -61,7 +63,7 @@ class RowDrafts:
             self.idle_tokens += 1
             return
         self.acceptance.observe(drafted, accepted)
-        self.idle_tokens = 0
+        self.idle_tokens, self.is_untried = 0, False
         if self.is_probing and accepted == drafted and self.fallback is Fallback.MISSES:
             self.patience = SHORTEST_PATIENCE
         elif self.is_probing:  # the probe has shown nothing new
