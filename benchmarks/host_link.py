@@ -156,7 +156,8 @@ def staged(ends: Ends, direction: str, *, piece_mib: int, programs: int) -> Call
         ends.device, ends.host, is_out=direction == TO_HOST, link=CudaStream(device), copy_rows=gather,
         piece_bytes=piece_mib * 2**20,
     )  # fmt: skip
-    near, blocks, slots = CudaStream(device), ends.of_device.tolist(), ends.of_host.tolist()
+    near = CudaStream(device)
+    blocks, slots = (each.cpu().numpy() for each in (ends.of_device, ends.of_host))
 
     def copy() -> None:
         current = CudaStream.current(device)
@@ -349,6 +350,7 @@ def beside(attention: Attention, direction: str, copy: Callable[[], None] | None
             times_ms.append(first.elapsed_time(between))
             small_ms.append(between.elapsed_time(last))
         elif len(times_ms) < LEAST_REPLAYS:
+            torch.cuda.synchronize()
             raise NotMeasured(f"the copies ended within {len(times_ms)} steps of attention: raise --copied-mib")
     torch.cuda.synchronize()
     seconds = begun.elapsed_time(ended) / 1e3
@@ -365,7 +367,11 @@ def beside_rows(ends: Ends, attention: Attention) -> Iterator[Row]:
         for way in [*ways_of(ends, direction), ceiling]:
             if way.name == "copy engines" or way.run_blocks is not None:
                 continue  # the host would still be asking when the first have ended
-            seen = beside(attention, direction, way.copy, ends.copied_bytes)
+            try:
+                seen = beside(attention, direction, way.copy, ends.copied_bytes)
+            except NotMeasured as error:
+                print(f"{way.row(direction)}: {error}")
+                continue
             yield {"measured": "beside attention"} | way.row(direction) | {
                 "gb_per_s": seen.gb_per_s, "alone_ms": alone.attention_ms, "beside_ms": seen.attention_ms,
                 "slower": seen.attention_ms / alone.attention_ms, "small_alone_us": alone.small_us,
@@ -416,6 +422,8 @@ def verdict(rows: list[Row]) -> str:
         f"({REQUIRED_GB_PER_S:g} are required)"
     )
     during = [row for row in ours if row["measured"] != "copy"]
+    if not during:
+        return reached
     return (
         f"{reached}; beside attention {min(row['gb_per_s'] for row in during):.1f} and more, attention up to "
         f"{max(row['slower'] for row in during):.2f} times slower"

@@ -112,4 +112,5 @@ def test_what_is_required_is_required_of_the_engines_own_way_alone() -> None:
         "the engine's way reaches 54.0 GB/s and more (45 are required); beside attention 50.0 and more, attention up "
         "to 1.04 times slower"
     )
+    assert host_link.verdict(good[:2]) == "the engine's way reaches 54.0 GB/s and more (45 are required)"
     assert "below 45 GB/s at 64 KiB, host to device: 44.0;" in host_link.verdict([*good, result("copy", 44.0)])

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from engine.test_heap import of_transformers, toy
+from kvikk import memory
 from kvikk.compress import KVCacheParams
 from kvikk.configuration import build
 from kvikk.engine import Engine, EngineConfig, SamplingParams, build_engine
+from kvikk.engine import build as build_module
 from kvikk.errors import ConfigError, InvalidRequest
 from kvikk.models import CausalLM, LoadedModel
 
@@ -76,3 +78,28 @@ def test_a_client_of_a_lossless_server_may_have_its_policy_alone_or_none_of_it(d
     assert full is not None
     assert full.lossless
     assert full.drafts_by_lookup
+
+
+@pytest.mark.parametrize(
+    ("options", "crossings"),
+    [
+        ({}, 0),
+        ({"kv_host_memory": "1MiB"}, 1),
+        ({"prefix_tier_memory": "1MiB"}, 1),
+        ({"kv_host_memory": "1MiB", "prefix_tier_memory": "1MiB"}, 2),
+    ],
+    ids=str,
+)
+def test_what_blocks_pass_through_on_their_way_to_the_host_is_no_part_of_the_pool(
+    options: dict[str, Any], crossings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def pool_blocks(*arguments: Any, reserved_bytes: int) -> int:
+        seen.append(reserved_bytes)
+        return memory.pool_blocks(*arguments, reserved_bytes=reserved_bytes)
+
+    monkeypatch.setattr(build_module, "pool_blocks", pool_blocks)
+    monkeypatch.setattr(build_module, "staging_bytes", lambda *_: 5)
+    engine_of(toy(), **options).close()
+    assert seen == [5 * crossings]

@@ -77,6 +77,6 @@ def test_more_than_is_free_is_refused_and_nothing_taken() -> None:
 
 def test_a_run_of_several_sequences_ends_where_any_of_them_does() -> None:
     one, other = np.array([4, 5, 6, 9, 10]), np.array([0, 1, 5, 6, 7])
-    assert runs_of(one) == [(0, 3), (3, 5)]
-    assert runs_of(one, other) == [(0, 2), (2, 3), (3, 5)]
-    assert runs_of(np.array([], dtype=np.int64)) == []
+    assert runs_of(one).tolist() == [[0, 3], [3, 5]]
+    assert runs_of(one, other).tolist() == [[0, 2], [2, 3], [3, 5]]
+    assert runs_of(np.array([], dtype=np.int64)).tolist() == []

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -70,17 +71,20 @@ def plan_pieces(blocks: IntArray, slots: IntArray, *, room: int, direct_from: in
     pieces = []
     if direct_from is not None:
         is_direct = np.zeros(len(slots), dtype=bool)
-        for start, stop in runs_of(blocks, slots):
-            if stop - start >= direct_from:
-                is_direct[start:stop] = True
-                for at in range(start, stop, room):
-                    call = Call(int(blocks[at]), int(slots[at]), min(room, stop - at))
-                    pieces.append(Piece(None, [call]))
+        runs = runs_of(blocks, slots)
+        for start, stop in runs[runs[:, 1] - runs[:, 0] >= direct_from].tolist():
+            is_direct[start:stop] = True
+            for at in range(start, stop, room):
+                call = Call(int(blocks[at]), int(slots[at]), min(room, stop - at))
+                pieces.append(Piece(None, [call]))
         blocks, slots = blocks[~is_direct], slots[~is_direct]
-    for at in range(0, len(slots), room):
-        those = slots[at : at + room]
-        calls = [Call(start, int(those[start]), stop - start) for start, stop in runs_of(those)]
-        pieces.append(Piece(blocks[at : at + room], calls))
+    firsts = np.arange(0, len(slots), room)
+    starts = np.union1d(runs_of(slots)[:, 0], firsts)
+    lengths = np.diff(starts, append=len(slots))
+    calls = [Call(*call) for call in np.stack((starts % room, slots[starts], lengths), axis=1).tolist()]
+    cuts = [*np.searchsorted(starts, firsts).tolist(), len(calls)]
+    for at, (first, last) in zip(firsts.tolist(), pairwise(cuts), strict=True):
+        pieces.append(Piece(blocks[at : at + room], calls[first:last]))
     return pieces
 
 
@@ -190,7 +194,7 @@ class Crossing:
         return cls(pool, host, is_out=is_out, link=link, copy_rows=copy_rows, piece_bytes=piece_bytes)
 
     def copy(
-        self, blocks: Sequence[int], slots: Sequence[int], near: Stream, *, direct: bool
+        self, blocks: Sequence[int] | IntArray, slots: Sequence[int] | IntArray, near: Stream, *, direct: bool
     ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """Begin to copy, between as many blocks and slots.
 

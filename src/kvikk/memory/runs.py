@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from itertools import pairwise
 
 import numpy as np
 
 from kvikk.memory.body import IntArray
 
 
-def runs_of(*numbers: IntArray) -> list[tuple[int, int]]:
-    """Where numbers go on one by one, in all of these `[n]` at once: as `(start, stop)` of indices, in order."""
+def runs_of(*numbers: IntArray) -> IntArray:
+    """Where numbers go on one by one, in all of these `[n]` at once: `[runs, 2]`, start and stop of each, in order."""
     count = len(numbers[0])
-    follows = np.ones(max(0, count - 1), dtype=bool)
+    ends = np.zeros(max(0, count - 1), dtype=bool)
     for each in numbers:
-        follows &= np.diff(each) == 1
-    return list(pairwise([0, *(np.flatnonzero(~follows) + 1).tolist(), count])) if count else []
+        ends |= np.diff(each) != 1
+    cuts = np.flatnonzero(ends) + 1
+    runs = np.column_stack((np.append(0, cuts), np.append(cuts, count)))
+    return runs if count else runs[:0]
 
 
 class RunPool:
@@ -66,7 +67,7 @@ class RunPool:
     def give_back(self, numbers: Iterable[int]) -> None:
         """These are free again, in any order."""
         given = np.sort(np.fromiter(numbers, dtype=np.int64))
-        for first, last in runs_of(given):
+        for first, last in runs_of(given).tolist():
             start, stop = int(given[first]), int(given[last - 1]) + 1
             if stop in self._lengths:
                 stop += self._remove(stop)
