@@ -20,8 +20,9 @@ class Policy(Protocol):
 
     - `query_window: int`: how many of the row's last queries it wants in `view.queries`. Needed with `Signal.QUERIES`.
     - `state: tuple[str, ...]`: names that it remembers a number for each slot by.
-    - `lanewise: bool`: the scores of a KV head hang on that KV head alone, or on its layer by `view.layer_mean`, and not
-      on `view.layer`, `view.layers` or `view.budget`. Several layers may then be shown as one that has the KV heads of all of them, which saves launches.
+    - `lanewise: bool`: the scores of a KV head hang on that KV head alone, or on its layer by `view.layer_mean`; not on
+      `view.layer`, `view.layers` or `view.budget`. Several layers may then be shown as one that has the KV heads of all
+      of them, which saves launches.
     - `by_recency: bool`: nothing matters but how late a token is, the later the better. Where the number that stays is
       known beforehand nothing is scored then.
     - `recent(budget: int) -> int`: so many of the last tokens are kept without asking the policy. It never gets more

@@ -95,7 +95,7 @@ class LayerSlots:
         return pooled if self.is_packed else torch.empty_like(pooled).scatter(-1, self.order, pooled)
 
     def mean_over_lanes(self, values: Tensor, together: int) -> Tensor:
-        """For each slot, the mean of `values` over those of `together` lanes, one after the other, that hold its position.
+        """For each slot, the mean of `values` over the lanes that hold its position, of `together` in a row.
 
         Every lane is written to a row of its own before rows are added, so that the result is the same to the bit on
         every run and in every order of slots.

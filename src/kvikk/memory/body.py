@@ -43,6 +43,8 @@ class Body:
 
     def held(self, page_size: int) -> IntArray:
         """The frames that the body owns, each once, lane after lane."""
+        if self.frame_count(page_size) == self.frames.size:
+            return self.frames.ravel()
         return self.frames[self.live_columns(page_size)]
 
     def frame_count(self, page_size: int) -> int:

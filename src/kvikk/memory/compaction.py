@@ -229,33 +229,39 @@ def plan_compaction(held: Held, counts: IntArray, fresh: IntArray, *, stop: Posi
         fresh: `[sum(frames_wanted)]`, frames for the lanes that lack some, lane by lane.
         stop: where the tail begins afterwards.
     """
-    needed, in_body = -(-counts // held.page_size)[:, None], held.in_body[:, None]
-    if len(needed) and (needed == needed[0]).all() and (in_body == in_body[0]).all():  # one lane says it for all
-        needed, in_body = needed[:1], in_body[:1]
+    needed, in_body = -(-counts // held.page_size), held.in_body
+    if (needed == needed[0]).all() and (in_body == in_body[0]).all():
+        return _plan_alike(held, counts, fresh, stop, int(needed[0]), int(in_body[0]))
+    needed, in_body = needed[:, None], in_body[:, None]
     of_body = np.arange(held.body_columns) < np.minimum(in_body, needed)
     of_tail = held.is_own & (np.cumsum(held.is_own) <= needed - in_body)
     own = np.minimum(needed, in_body + np.count_nonzero(held.is_own))
     column = np.arange(needed.max(initial=0))
+    frames = np.full((held.lanes, len(column)), NULL_BLOCK, dtype=np.int64)
+    frames[column < own] = held.frames[np.concatenate([of_body, of_tail], axis=1)]
     is_lacking = (column >= own) & (column < needed)
+    assert len(fresh) == np.count_nonzero(is_lacking)
+    frames[is_lacking] = fresh
     is_used: NDArray[np.bool_] = np.any(of_tail, axis=0)
     is_freed = np.arange(held.frames.shape[1]) < in_body
     is_freed[:, : held.body_columns] &= ~of_body
     is_freed[:, held.body_columns :] = is_used & ~of_tail
-    frames = np.full((held.lanes, len(column)), NULL_BLOCK, dtype=np.int64)
-    is_own = np.concatenate([of_body, of_tail], axis=1)
-    is_cut = False
-    if len(needed) == 1:
-        count = int(own[0, 0])
-        is_cut = count == len(column) and bool(is_own[0, :count].all())
-        frames[:, :count] = held.frames[:, is_own[0]]
-        frames[:, count:] = fresh.reshape(held.lanes, -1)
-        freed = held.frames[:, is_freed[0]].ravel()
+    return Compaction(frames, counts, stop, is_used=is_used, freed=held.frames[is_freed], is_cut=False)
+
+
+def _plan_alike(held: Held, counts: IntArray, fresh: IntArray, stop: Position, needed: int, in_body: int) -> Compaction:
+    """The same where every lane has as many frames, and needs as many: what holds of one's columns holds of all."""
+    own = np.flatnonzero(held.is_own)[: max(0, needed - in_body)]
+    is_used = np.zeros(len(held.is_own), dtype=bool)
+    is_used[own] = True
+    columns = np.concatenate([np.arange(min(in_body, needed)), held.body_columns + own])
+    is_cut = len(columns) == needed and (needed == 0 or columns[-1] == needed - 1)  # they ascend
+    if is_cut:
+        frames = held.frames[:, :needed].copy()
     else:
-        assert len(fresh) == np.count_nonzero(is_lacking)
-        frames[column < own] = held.frames[is_own]
-        frames[is_lacking] = fresh
-        freed = held.frames[is_freed]
-    return Compaction(frames=frames, counts=counts, stop=stop, is_used=is_used, freed=freed, is_cut=is_cut)
+        frames = np.concatenate([held.frames[:, columns], fresh.reshape(held.lanes, -1)], axis=1)
+    freed = held.frames[:, needed:in_body].ravel()
+    return Compaction(frames, counts, stop, is_used=is_used, freed=freed, is_cut=is_cut)
 
 
 def lay_out(body: Tensor | None, table: Tensor, *, start: int, length: int, page_size: int) -> tuple[Tensor, Tensor]:

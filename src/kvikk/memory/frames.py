@@ -79,6 +79,8 @@ class FramePool:
         Raises:
             OutOfBlocks: the split blocks and the free ones hold fewer; nothing was reserved.
         """
+        if not frames:
+            return np.zeros(0, dtype=np.int64)
         missing = self.blocks_needed(frames)
         if missing > self.pool.free:
             raise OutOfBlocks(

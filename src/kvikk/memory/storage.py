@@ -152,7 +152,7 @@ class KVStore:
         from kvikk.memory.gpu.pack import pack as pack_on_gpu
 
         packing = Packing(held, keep, self.geometry.page_size, *self._told(held, keep, plan))
-        packed = packing.outputs(wants_order=wants_order)
+        packed = packing.outputs(plan.frames.shape[1], wants_order=wants_order)
         if plan.is_in_order:
             pack_on_gpu(packing, packed, self._token_rows, self._token_rows)
             return packed
@@ -165,19 +165,20 @@ class KVStore:
         return packed
 
     def _told(self, held: Held, keep: Keep, plan: Compaction) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What a kernel is told of a row: frames before and after, how many each lane keeps, and has in its body.
+        """What a kernel is told of a row: frames before and after, and how many each lane keeps, and has in its body.
 
         By one upload; by none where the device knows the frames, and no others come after.
         """
-        if plan.is_cut and held.is_told and isinstance(keep, Tensor):  # counts are in `keep`, lengths in positions
-            table = held.table
-            return table, table[:, : plan.frames.shape[1]], table[:, 0], table[:, 0]
-        numbers = [plan.counts[:, None], held.lengths[:, None], plan.frames]
+        if held.is_told and plan.is_cut and isinstance(keep, Tensor):  # counts are in `keep`, lengths in positions
+            return held.table, held.table, held.table[:, 0], held.table[:, 0]
+        numbers = [plan.counts[:, None], held.lengths[:, None]]
         if not held.is_told:
             numbers.append(held.frames)
+        if not plan.is_cut:
+            numbers.append(plan.frames)
         told = self._staging.upload(np.concatenate(numbers, axis=1))
-        after = 2 + plan.frames.shape[1]
-        return held.table if held.is_told else told[:, after:], told[:, 2:after], told[:, 0], told[:, 1]
+        before = held.table if held.is_told else told[:, 2:]
+        return before, before if plan.is_cut else told[:, -plan.frames.shape[1] :], told[:, 0], told[:, 1]
 
     def save(self, frames: IntArray, blocks: Sequence[BlockId]) -> tuple[Tensor, Tensor]:
         """What frames and whole blocks hold, in the host's memory."""

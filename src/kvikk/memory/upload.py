@@ -45,23 +45,25 @@ class Staging:
         """See `upload`."""
         if self._memory is None:
             return upload(numbers, self._device)
-        return self._staged(numbers).to(self._device, non_blocking=True)
+        words = torch.from_numpy(numbers)
+        return self._staged(words, words.dtype).to(self._device, non_blocking=True)
 
     def send(self, target: Tensor, numbers: NDArray[Any]) -> None:
-        """Copy numbers to a tensor on the device, without waiting for it."""
-        target.copy_(torch.from_numpy(numbers) if self._memory is None else self._staged(numbers), non_blocking=True)
-
-    def _staged(self, numbers: NDArray[Any]) -> Tensor:
-        """The numbers in pinned memory."""
+        """Copy numbers to a tensor on the device, which may be of another type, without waiting for it."""
         words = torch.from_numpy(numbers)
-        if self._memory is None or numbers.nbytes > PART_BYTES:
-            return words.pin_memory()
-        if self._used + numbers.nbytes > PART_BYTES:
+        target.copy_(words if self._memory is None else self._staged(words, target.dtype), non_blocking=True)
+
+    def _staged(self, words: Tensor, dtype: torch.dtype) -> Tensor:
+        """The numbers as this type in pinned memory."""
+        size_bytes = words.numel() * dtype.itemsize
+        if self._memory is None or size_bytes > PART_BYTES:
+            return words.to(dtype).pin_memory()
+        if self._used + size_bytes > PART_BYTES:
             self._sent[self._part].record()
             self._part, self._used = (self._part + 1) % PARTS, 0
             self._sent[self._part].synchronize()
         start = self._part * PART_BYTES + self._used
-        staged = self._memory[start : start + numbers.nbytes].view(words.dtype).view(words.shape)
+        staged = self._memory[start : start + size_bytes].view(dtype).view(words.shape)
         staged.copy_(words)
-        self._used += -(-numbers.nbytes // ALIGNMENT) * ALIGNMENT
+        self._used += -(-size_bytes // ALIGNMENT) * ALIGNMENT
         return staged

@@ -150,7 +150,7 @@ class PolicyConformance:
                 assert not (kept & ~slots.live).any(), what
 
     def test_layers_that_are_shown_as_one_get_the_scores_of_each(self, policy: Policy) -> None:
-        """If it says that it is `lanewise`: a KV head's scores hang on that KV head alone, or on its layer by `layer_mean`."""
+        """If it says that it is `lanewise`: scores hang on their KV head, or on its layer by `layer_mean`."""
         if not is_lanewise(policy):
             return
         each = [compacted_layer(kv_heads=2, group=3, length=80, seed=seed) for seed in range(3)]

@@ -118,7 +118,8 @@ def _log_sums(
 @triton.jit(do_not_specialize=["slots", "window", "group", "splits"])
 def _masses(
     queries, query_positions, keys, positions, live, parts, mass, scale, share, slots, window, group, splits,
-    SPLITS: tl.constexpr, ONLY_OLDER: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr, ONLY_OLDER: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
     first_slot, lane = tl.program_id(0) * SLOTS, tl.program_id(1).to(tl.int64)

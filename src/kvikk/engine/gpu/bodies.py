@@ -64,6 +64,5 @@ class BodyArena:
         held = -(-body.lengths // self._page_size)
         frames = body.held(self._page_size)
         start, self._end = self._end, self._end + len(frames)
-        self._staging.send(self.bodies.frames[start : self._end], frames.astype(np.int32))
-        lanes = np.stack((start + np.cumsum(held) - held, body.lengths))
-        self._staging.send(self._lanes[seat], lanes.astype(np.int32))
+        self._staging.send(self.bodies.frames[start : self._end], frames)
+        self._staging.send(self._lanes[seat], np.stack((start + np.cumsum(held) - held, body.lengths)))

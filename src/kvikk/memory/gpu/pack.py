@@ -26,7 +26,7 @@ class Packing:
         held: the row's slots.
         keep: which of them stay.
         page_size: slots of a frame.
-        before, after: `[lanes, columns]` int64, the frames that they lie in and those that they go to.
+        before, after: `[lanes, columns or more]` int64, frames that slots lie in, and those that they go to.
         counts: `[lanes]` int64, how many each lane keeps; anything where `keep` says it slot by slot.
         lengths: `[lanes]` int64, live slots of the body; as `counts`.
     """
@@ -39,9 +39,9 @@ class Packing:
     counts: Tensor
     lengths: Tensor
 
-    def outputs(self, *, wants_order: bool) -> Packed:
-        """To be filled."""
-        shape = len(self.after), self.after.shape[1] * self.page_size
+    def outputs(self, columns: int, *, wants_order: bool) -> Packed:
+        """To be filled, for so many columns of frames."""
+        shape = len(self.after), columns * self.page_size
         positions = torch.empty(shape, dtype=torch.int32, device=self.after.device)
         return Packed(positions, torch.empty_like(positions, dtype=torch.int64) if wants_order else None)
 
@@ -71,8 +71,8 @@ def pack(
     mask = keep if isinstance(keep, Tensor) else before
     slots = held.slots if isinstance(keep, Ends) else keep.shape[1]
     body = before if held.body is None else held.body
-    if before.shape[1] * page < slots or any(table.stride(1) != 1 for table in (mask, before, after, body)):
-        raise ValueError(f"{slots} slots do not lie in {before.shape[1]} frames of {page}, or columns lie apart")
+    if held.slots < slots or any(table.stride(1) != 1 for table in (mask, before, after, body)):
+        raise ValueError(f"{slots} slots do not lie in {held.frames.shape[1]} frames of {page}, or columns lie apart")
     numbers, scales = (*sources, sources[0])[:2]
     to_numbers, to_scales = (*targets, targets[0])[:2]
     row, row_of_scales = numbers.shape[3], scales.shape[3] if len(sources) > 1 else 0
