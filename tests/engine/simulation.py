@@ -818,7 +818,7 @@ def random_compression(rng: random.Random) -> dict[str, object]:
     }
     if rng.random() < 0.4:
         return options
-    drafts = {"lossless": True, "draft_tokens": rng.choice([None, None, 0, 1, 3, 8])}
+    drafts = {"lossless": True, "draft_tokens": rng.choice([None, 0, 1, 3, 8, 8])}
     if rng.random() < 0.3:
         return drafts | {"drafter": "ngram"}
     return drafts | options | {"drafter": rng.choice(["cache", "cache", "cache+ngram"])}

@@ -72,6 +72,7 @@ class Device:
     now_s: float = 0.0
     free_s: float = 0.0
     steps: int = 0
+    copies: int = 0
     random: random.Random = field(default_factory=lambda: random.Random(7))
 
     def start(self, plan: StepPlan) -> VirtualStep:
@@ -91,6 +92,7 @@ class Device:
 
     def copy(self) -> None:
         """A small cache is made, beside the step that is in flight and behind it."""
+        self.copies += 1
         self.now_s += self.costs.copy
         self.free_s = max(self.now_s, self.free_s) + self.costs.copy_work
 

@@ -33,8 +33,11 @@ LEAST_GAIN: Final = 1.03
 PILOTS: Final = 4
 """Rows with small caches while it is not known what they bring, or known that they bring nothing."""
 
-PILOT_TOKENS: Final = 128
-"""Drafted tokens of a method that must have been tried before all its rows follow."""
+PILOT_TOKENS, PILOT_LENGTH = 384, 8
+"""Drafted tokens of a method that must have been tried before all its rows follow, and in a round of a pilot."""
+
+STANDARD_ERRORS: Final = 1.5
+"""Taken off the acceptance that was seen: what pays must not hang on luck."""
 
 SHORTEST_PATIENCE, LONGEST_PATIENCE = 2**13, 2**17
 """Tokens that all rows commit until small caches are tried again that brought nothing, at first and at the most."""
@@ -72,10 +75,10 @@ class _Known:
 
     @property
     def least_acceptance(self) -> float:
-        """What the probability that a token is accepted may well be, less a standard error: what pays must not hang on
-        luck."""
+        """What the probability that a token is accepted may well be."""
         mean = self.acceptance.probability
-        return mean - math.sqrt(mean * (1 - mean) / (SMALL_CACHE.weight + min(self.tried, POOL_TOKENS)))
+        error = math.sqrt(mean * (1 - mean) / (SMALL_CACHE.weight + min(self.tried, POOL_TOKENS)))
+        return max(0.0, mean - STANDARD_ERRORS * error)
 
 
 class Outlook:
@@ -97,7 +100,12 @@ class Outlook:
         self._steps = 0
         self._case: tuple[int, int] | None = None
         self._is_ample = True
+        self._drafts = False
+        """Whether small caches bring more than the rows that would fit in their place."""
+        self._since: int | None = None
+        """The step from which on the model has said so, where it does."""
         self._acceptance = SMALL_CACHE.mean
+        self._may_pay = True
         self._plain_token_s = self._token_s = 0.0
 
     # What rows have shown
@@ -134,10 +142,10 @@ class Outlook:
         room = self._room(rows, running)
         self._is_ample = room.rows * (room.row_blocks + (room.cache_blocks or room.row_blocks)) <= room.blocks
         self._ask(rows, room, times)
+        self._decide()
         rests = self._kv.rests
         if rests is not None and not rests.always:
-            mix = self.mix
-            rests.most_parted = mix.parted if mix is not None and self._drafts(mix) else 0
+            rests.most_parted = self.mix.parted if self.mix is not None and self._drafts else 0
             rests.least_acceptance = 1 - MORE_MISSES * (1 - self._acceptance)
         self._invite(running)
 
@@ -153,7 +161,7 @@ class Outlook:
         if (rests is not None and rests.always) or self._pays(row):
             return True
         known = self._known(row)
-        if self.mix is None or known.tried < PILOT_TOKENS:
+        if self.mix is None or self._is_open(known):
             return self._is_ample or self._pilots(row) < PILOTS
         if known.idle_tokens < known.patience or self._pilots(row):
             return False
@@ -170,13 +178,13 @@ class Outlook:
 
     def is_pilot(self, row: Row) -> bool:
         """Whether a row drafts to show what comes of it."""
-        return not self._is_ample and self._known(row).tried < PILOT_TOKENS
+        return not (self._is_ample or self._drafts) and self._is_open(self._known(row))
 
     def awaited_blocks(self, rows: Iterable[Row]) -> int:
         """Blocks that rows which run or are about to will take: for the small caches that they are to get, and, where
         some part, for all that they still write, as a row that has parted costs most when it is preempted."""
         blocks, page = 0.0, self._kv.page_size
-        if self.mix is not None and self._drafts(self.mix):
+        if self.mix is not None and self._drafts:
             for row in rows:
                 if not _is_concerned(row):
                     continue
@@ -191,9 +199,9 @@ class Outlook:
         pilots = sum(_params(other).draft_tokens is None for other in self._kv.drafting)
         if not pilots or not _is_concerned(row):
             return False
-        if self.mix is None or self._known(row).tried < PILOT_TOKENS:
+        if self.mix is None or (not self._drafts and self._is_open(self._known(row))):
             return pilots <= PILOTS
-        return self._drafts(self.mix)
+        return self._drafts
 
     # Parts of these
 
@@ -205,22 +213,36 @@ class Outlook:
             self.mix = None  # as after the times have been forgotten
             return
         self._acceptance = sum(self._known(row).least_acceptance for row in rows) / len(rows)
-        drafted = self.mix is not None and self._drafts(self.mix)
         self.mix = mix = best_mix(room, min(self._acceptance, 0.999), MAX_DRAFT_TOKENS, MOST_PARTED, costs)
+        self._may_pay = mix.gain > LEAST_GAIN
+        if not (self._may_pay or self._is_ample):
+            likely = sum(self._known(row).acceptance.probability for row in rows) / len(rows)
+            self._may_pay = best_mix(room, likely, MAX_DRAFT_TOKENS, MOST_PARTED, costs).gain > LEAST_GAIN
         self._plain_token_s = 1 / mix.plain_tokens_per_s
         self._token_s = 1 / mix.tokens_per_s if mix.tokens_per_s else math.inf
-        if self._drafts(mix) != drafted:
+
+    def _decide(self) -> None:
+        """Where rows would lack the room of small caches, these are made only once the model has said for a while that
+        they pay: what it goes by is known badly at first."""
+        mix, drafted = self.mix, self._drafts
+        if mix is None or mix.gain <= (1.0 if drafted or self._is_ample else LEAST_GAIN):
+            self._drafts, self._since = False, None
+        else:
+            self._since = self._steps if self._since is None else self._since
+            self._drafts = drafted or self._is_ample or self._steps - self._since >= ASKED_ANEW
+        if mix is not None and self._drafts != drafted:
             logger.info(
                 "lossless rows %s from here on: %d whole and %d parted ones would be %.2f times as fast as plain ones",
-                "draft" if not drafted else "decode plainly", mix.whole, mix.parted, mix.gain,
+                "decode plainly" if drafted else "draft", mix.whole, mix.parted, mix.gain,
             )  # fmt: skip
 
-    def _drafts(self, mix: Mix) -> bool:
-        return mix.gain > (1.0 if self._is_ample else LEAST_GAIN)
+    def _is_open(self, known: _Known) -> bool:
+        """Whether it takes more drafts to see what small caches bring: too few were tried, or it hangs on luck."""
+        return known.tried < (POOL_TOKENS if self._may_pay else PILOT_TOKENS)
 
     def _pays(self, row: Row) -> bool:
         """Whether what the row still says is so much sooner said that this outweighs what its small cache takes."""
-        if self.mix is None or not self._drafts(self.mix) or self._known(row).tried < PILOT_TOKENS:
+        if not self._drafts or self._known(row).tried < PILOT_TOKENS:
             return False
         return self._left(row) * (self._plain_token_s - self._token_s) > self.copy_s
 

@@ -18,7 +18,6 @@ from typing import Final
 from kvikk.compress import KVCacheParams
 from kvikk.compress.config import MAX_DRAFT_TOKENS
 from kvikk.engine.drafting import (
-    DEFAULT_LENGTH,
     Acceptance,
     Fallback,
     RoundPlan,
@@ -29,7 +28,7 @@ from kvikk.engine.drafting import (
     tokens_until,
 )
 from kvikk.engine.kv import KVMemory
-from kvikk.engine.outlook import MOST_PARTED, Outlook
+from kvikk.engine.outlook import MOST_PARTED, PILOT_LENGTH, Outlook
 from kvikk.engine.request import UNKNOWN, Drafting, Row
 from kvikk.engine.step import StepPlan
 
@@ -375,7 +374,7 @@ class DraftRounds:
         for index, row in enumerate(rows):
             asked = _params(row).draft_tokens
             if asked is None and not drafts_are_free and self.outlook.is_pilot(row):
-                asked = DEFAULT_LENGTH
+                asked = PILOT_LENGTH
             if asked is not None:
                 planned.lengths[index] = min(asked, most[index])
                 _state(row).record.fallback = None

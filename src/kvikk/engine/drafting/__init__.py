@@ -19,11 +19,10 @@ from kvikk.engine.drafting.below import LookupBelow
 from kvikk.engine.drafting.length import BestLengths, Fallback, RoundCosts, best_lengths, fitting
 from kvikk.engine.drafting.ngram import PromptLookup
 from kvikk.engine.drafting.residence import HostCosts, Mix, Room, best_mix, loads_at_once, tokens_per_s
-from kvikk.engine.drafting.rounds import DEFAULT_LENGTH, RoundPlan, RowDrafts, plan_round
+from kvikk.engine.drafting.rounds import RoundPlan, RowDrafts, plan_round
 from kvikk.engine.drafting.times import StepKind, StepTimes
 
 __all__ = [
-    "DEFAULT_LENGTH",
     "NGRAM",
     "SMALL_CACHE",
     "Acceptance",
