@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvikk.bench.lossless import BenchLosslessConfig, LosslessConfig, bench_lossless
-from kvikk.bench.lossless_model import best_round
+from kvikk.bench.lossless_model import best_draft, best_round
 from kvikk.bench.lossless_run import DraftTally, Run, Step
 from kvikk.bench.replay import Lot
 from kvikk.cli.main import main
@@ -112,6 +112,13 @@ def test_a_token_behind_the_first_wrong_one_of_its_draft_tells_nothing() -> None
     assert tally.survival(3) == [1.0, 0.5, 0.375], "places that were not tried are like the others"
 
 
+def a_run(steps: list[Step], drafts_of_rows: list[DraftTally]) -> Run:
+    return Run(
+        texts=[], steps=steps, gaps_ms=[], first_tokens_ms=[], usage=[], drafts=DraftTally(),
+        drafts_of_rows=drafts_of_rows, times=StepTimes(), preemptions=0, partings=0, refused=0,
+    )  # fmt: skip
+
+
 def test_steps_with_prompts_count_for_the_whole_and_not_for_decoding() -> None:
     steps = [
         Step(10.0, 0, 0, 0, 0, is_decoding=False, starts=False, ends=False),
@@ -119,13 +126,22 @@ def test_steps_with_prompts_count_for_the_whole_and_not_for_decoding() -> None:
         Step(13.0, 8, 2, 2, 1, is_decoding=True, starts=True, ends=False),
         Step(14.0, 4, 1, 1, 1, is_decoding=True, starts=False, ends=True),
     ]
-    found = Run(
-        texts=[], steps=steps, gaps_ms=[], first_tokens_ms=[], usage=[], drafts=DraftTally(), times=StepTimes(),
-        preemptions=0, partings=0, refused=0,
-    )  # fmt: skip
+    found = a_run(steps, [])
     assert (found.tokens_per_s, found.decode_tokens_per_s) == (3.5, 6.0)
     assert (found.rows, found.drafting, found.parted) == (1.75, 0.75, 0.5)
     assert found.side_by_side == {(2, 1): 1.0, (1, 1): 1.0}
+
+
+def test_what_is_predicted_goes_by_what_each_row_showed_and_not_by_the_rows_that_drafted_farthest() -> None:
+    good, bad = DraftTally(), DraftTally()
+    for _ in range(10):
+        good.note(drafted=20, accepted=20)
+        bad.note(drafted=2, accepted=0)
+    both = a_run([], [good, bad])
+    assert both.acceptances(4) == sorted(both.acceptances(4))
+    assert both.acceptances(2) == pytest.approx([0.25 * 0.99 + 0.75 * 0.05, 0.75 * 0.99 + 0.25 * 0.05], abs=0.02)
+    costs = RoundCosts(draft_step_s=1.0, draft_row_s=0.0, verify_s=40.0, verify_token_s=0.0, plain_s=40.0)
+    assert best_draft(a_run([], [bad]), 8, costs) < best_draft(both, 8, costs) < best_draft(a_run([], [good]), 8, costs)
 
 
 def test_what_is_predicted_is_the_best_length_for_the_acceptance_seen() -> None:

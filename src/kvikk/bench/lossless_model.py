@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvikk.bench.lossless_run import Run
 from kvikk.compress.config import MAX_DRAFT_TOKENS
 from kvikk.engine import Engine
-from kvikk.engine.drafting import HostCosts, RoundCosts, tokens_per_s
+from kvikk.engine.drafting import HostCosts, RoundCosts, best_lengths, tokens_per_s
 from kvikk.engine.outlook import MOST_PARTED
 
 
@@ -40,9 +40,14 @@ def best_tokens_per_s(run: Run, engine: Engine, *, blocks: int, looks_up: bool) 
             round_costs = times.costs(rows, drafts_are_free=looks_up)
             if round_costs is None:
                 return None
-            rate = best_round(rows, survival, share, round_costs)
+            rate = best_round(rows, survival, share, round_costs) if looks_up else best_draft(run, rows, round_costs)
         committed += rate * seconds
     return committed / sum(run.side_by_side.values())
+
+
+def best_draft(run: Run, rows: int, costs: RoundCosts) -> float:
+    """Tokens a second of so many rows of the run, each with the length of drafts that is best for it."""
+    return best_lengths(run.acceptances(rows), [MAX_DRAFT_TOKENS] * rows, costs).tokens_per_s
 
 
 def best_round(rows: int, survival: Sequence[float], share: float, costs: RoundCosts) -> float:

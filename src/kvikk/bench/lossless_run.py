@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from kvikk.bench.device import synchronize
@@ -88,6 +89,7 @@ class Run:
         first_tokens_ms: of each request, from the start of all.
         usage: what came of compressing and drafting, by request.
         drafts: what came of drafted tokens, of the whole run.
+        drafts_of_rows: the same of each request that drafted.
         times: what steps took, as the engine thought when the last step that is counted had been read.
         preemptions: of rows, in the whole run.
         partings, refused: the same of `RestCounters`; 0 where the host has no part of the KV.
@@ -99,6 +101,7 @@ class Run:
     first_tokens_ms: list[float]
     usage: list[KVCacheUsage | None]
     drafts: DraftTally
+    drafts_of_rows: list[DraftTally]
     times: StepTimes
     preemptions: int
     partings: int
@@ -113,6 +116,14 @@ class Run:
     def decode_tokens_per_s(self) -> float:
         """The same over those steps only in which no prompt is under way; over all where there are none."""
         return _rate(self._decoding)
+
+    def acceptances(self, rows: int) -> list[float]:
+        """The probability that a drafted token is right, for each of so many rows that are such as those that drafted.
+
+        A row is taken for what it showed, as if it had been right half a time more, and wrong (Jeffreys 1946).
+        """
+        shown = [(sum(each.right) + 0.5) / (sum(each.tried) + 1) for each in self.drafts_of_rows]
+        return np.quantile(shown, (np.arange(rows) + 0.5) / rows).tolist()
 
     @property
     def rows(self) -> float:
@@ -206,6 +217,7 @@ def run(
         first_tokens_ms=[(at - start_s) * 1e3 for at in record.firsts],
         usage=[request.kv_usage for request in record.requests],
         drafts=record.drafts,
+        drafts_of_rows=list(record.drafts_of_rows.values()),
         times=times,
         preemptions=now[0] - preemptions,
         partings=now[1] - partings,
@@ -224,6 +236,7 @@ class _Record:
         """When a request gained tokens, and for how long it had gained none."""
         self.firsts: list[float] = []
         self.drafts = DraftTally()
+        self.drafts_of_rows: dict[str, DraftTally] = {}
         self.times_at_first_end: StepTimes | None = None
         self._last: dict[str, float] = {}
         self._told: dict[str, tuple[int, int, int]] = {}
@@ -272,7 +285,8 @@ class _Record:
         if usage is not None:
             rounds, drafted, accepted = self._told.get(request.id, (0, 0, 0))
             if usage.rounds > rounds:
-                self.drafts.note(usage.drafted - drafted, usage.accepted - accepted)
+                for tally in (self.drafts, self.drafts_of_rows.setdefault(request.id, DraftTally())):
+                    tally.note(usage.drafted - drafted, usage.accepted - accepted)
             self._told[request.id] = usage.rounds, usage.drafted, usage.accepted
 
 
