@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kvikk.memory import Staging
-from kvikk.memory import upload as upload_module
 from kvikk.memory.upload import PART_BYTES, PARTS
 
 
@@ -36,7 +35,6 @@ def test_what_is_sent_arrives_however_much_it_is(is_pinned: bool, kernel_device:
         assert waits[:PARTS] == [1, 2, 3, 0], "no part is filled anew before what was sent from it has been read"
 
 
-def test_what_no_part_holds_is_sent_by_itself(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload_module, "PART_BYTES", 256)
-    numbers = np.arange(200).reshape(2, 100)
+def test_what_no_part_holds_is_sent_by_itself(kernel_device: torch.device) -> None:
+    numbers = np.arange(PART_BYTES // 4).reshape(2, -1)
     assert torch.equal(Staging(kernel_device).upload(numbers).cpu(), torch.from_numpy(numbers))
