@@ -3,8 +3,10 @@
     .venv/bin/python benchmarks/compaction.py --device cuda --output benchmarks/results/compaction_h200.json
 
 The engine on random weights of a named shape; every row is compacted once in as many steps as lie between two triggers.
-These steps are run twice: once as they are, for their time, and once with the device waited for before and after each
-compaction, for the part that is compaction. A budget of more tokens than there are shows what the mere asking costs.
+First these steps are run twice over as they are: what they take more than those of them that no compaction is near is
+what it adds, since a device has other work meanwhile, and so has the host. Then once more with the device waited for
+before and after each compaction, for what one takes by itself. A budget of more tokens than there are shows what the
+mere asking costs.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any, Final
 
 import numpy as np
@@ -34,6 +37,45 @@ WARM_UP_STEPS: Final = 8
 LEAST_DECODING: Final = 0.9
 """Of the rows in a step, on average."""
 PREFILL_TOKENS: Final = 8192
+NEAR: Final = 2
+"""Steps that a compaction is felt in, its own included: the device may still be at the one before."""
+LEAST_QUIET: Final = 8
+"""Steps that no compaction is near, to say what one adds."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps in which every row decodes, but for those that wait to be compacted until the step before has been read.
+
+    Args:
+        seconds: that each took.
+        compactions: in each.
+        tokens: that all gave.
+    """
+
+    seconds: list[float]
+    compactions: list[int]
+    tokens: int
+
+    @property
+    def mean(self) -> float:
+        """Seconds of a step."""
+        return fmean(self.seconds)
+
+    def quiet(self) -> float | None:
+        """Seconds of a step that no compaction is near; None: there are too few."""
+        counts = self.compactions
+        found = [
+            seconds
+            for at, seconds in enumerate(self.seconds)
+            if at + 1 >= NEAR and not any(counts[at + 1 - NEAR : at + 1])
+        ]
+        return fmean(found) if len(found) >= LEAST_QUIET else None
+
+    def median_of(self, compactions: int) -> float | None:
+        """Seconds of the median step with so many compactions in it; None: there is none."""
+        found = [seconds for seconds, count in zip(self.seconds, self.compactions, strict=True) if count == compactions]
+        return median(found) if found else None
 
 
 @dataclass
@@ -78,16 +120,29 @@ def measured(engine: Engine, device: torch.device) -> Iterator[Spent]:
         del kv.compact, compressor.choose  # what the classes have comes back
 
 
-def run_steps(engine: Engine, rows: int, steps: int, device: torch.device) -> float:
-    """Seconds of steps in each of which every row decodes, but for those that wait to be compacted until it is read."""
-    synchronize(device)
-    start = time.perf_counter()
-    tokens = sum(len(engine.step()) for _ in range(steps))
-    synchronize(device)
-    seconds = time.perf_counter() - start
+def run_steps(engine: Engine, rows: int, steps: int, device: torch.device) -> Steps:
+    """Let all rows decode. The device is waited for before the first step and at the end of the last."""
+    seconds, compactions, tokens = [0.0] * steps, [0] * steps, 0
+    compact = engine.kv.compact
+
+    def counted(*arguments: Any) -> bool:
+        compactions[step] += 1
+        return compact(*arguments)
+
+    engine.kv.compact = counted  # type: ignore[method-assign]
+    try:
+        synchronize(device)
+        for step in range(steps):
+            start = time.perf_counter()
+            tokens += len(engine.step())
+            if step == steps - 1:
+                synchronize(device)
+            seconds[step] = time.perf_counter() - start
+    finally:
+        engine.kv.compact = compact  # type: ignore[method-assign]
     if tokens < LEAST_DECODING * rows * steps:
         raise NotMeasured(f"{steps} steps of {rows} rows gave {tokens:,} tokens: give more --kv-memory")
-    return seconds
+    return Steps(seconds, compactions, tokens)
 
 
 def measure(
@@ -95,7 +150,7 @@ def measure(
 ) -> dict[str, Any]:
     """Figures of one method: all times in milliseconds of a step."""
     rows = len(prompts)
-    tokens = WARM_UP_STEPS + 2 * every + 2 * rows + 2
+    tokens = WARM_UP_STEPS + 3 * every + 2 * rows + 2
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens, kv_cache=kv_cache)
     requests = [engine.add(prompt, params) for prompt in prompts]
     try:
@@ -103,20 +158,30 @@ def measure(
         while len(begun) < rows:
             begun |= {out.request.id for out in engine.step()}
         run_steps(engine, rows, WARM_UP_STEPS, device)
-        whole = run_steps(engine, rows, every, device)
+        steps = run_steps(engine, rows, 2 * every, device)
         with measured(engine, device) as spent:
             run_steps(engine, rows, every, device)
         usages = [request.kv_usage for request in requests if request.kv_usage is not None and request.kv_usage.tokens]
     finally:
         for request in requests:
             engine.abort(request.id)
-    step_ms, compaction_ms = whole / every * 1e3, spent.compacting / every * 1e3
+    step_ms, compaction_ms = steps.mean * 1e3, spent.compacting / every * 1e3
+    quiet = steps.quiet()
+    added_ms = None if quiet is None else step_ms - quiet * 1e3
+    medians = {f"step_{count}_ms": _ms(steps.median_of(count)) for count in range(3)}
     return {
-        "step_ms": step_ms, "compaction_ms": compaction_ms, "choosing_ms": spent.choosing / every * 1e3,
+        "step_ms": step_ms, "quiet_ms": _ms(quiet), "added_ms": added_ms,
+        "added_share": None if quiet is None or added_ms is None else added_ms / (quiet * 1e3), **medians,
+        "decoding": steps.tokens / (rows * len(steps.seconds)),
+        "compaction_ms": compaction_ms, "choosing_ms": spent.choosing / every * 1e3,
         "share": compaction_ms / step_ms, "compactions": spent.compactions,
         "row_us": spent.compacting / spent.compactions * 1e6 if spent.compactions else None,
         "kept": sum(usage.kept_tokens / usage.tokens for usage in usages) / len(usages) if usages else 1.0,
     }  # fmt: skip
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
 
 
 def methods(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -131,9 +196,9 @@ def engine_for(args: argparse.Namespace, points: list[tuple[int, int]]) -> Engin
     """An engine that all points fit, whose graphs serve compressed rows from the start."""
     shape = named_shape(args.model).config
     rows = max(rows for rows, _ in points)
-    longest = max(context for _, context in points) + WARM_UP_STEPS + 2 * args.every + 2 * rows + 2
+    longest = max(context for _, context in points) + WARM_UP_STEPS + 3 * args.every + 2 * rows + 2
     token_bytes = shape.layers * shape.kv_heads * 2 * shape.head_dim * torch.bfloat16.itemsize
-    size = max(rows * (context + 2 * args.every + 2 * rows + 64) for rows, context in points) * token_bytes
+    size = max(rows * (context + 3 * args.every + 2 * rows + 64) for rows, context in points) * token_bytes
     options = {
         "model": args.model, "device": args.device, "kv_memory": args.kv_memory or str(size + size // 20),
         "max_num_seqs": rows, "max_num_batched_tokens": max(rows, PREFILL_TOKENS), "max_model_len": longest,
@@ -141,6 +206,11 @@ def engine_for(args: argparse.Namespace, points: list[tuple[int, int]]) -> Engin
         "kv_trigger": f"every:{args.every}",
     }  # fmt: skip
     return random_engine(build(EngineConfig, options))[0]
+
+
+def _said(row: dict[str, Any]) -> tuple[str, str]:
+    """What compactions add to a step."""
+    return ("", "") if row["added_ms"] is None else (f"{row['added_ms']:.4f}", f"{row['added_share']:.2%}")
 
 
 def main(given: list[str] | None = None) -> None:
@@ -169,12 +239,21 @@ def main(given: list[str] | None = None) -> None:
             case = {"model": args.model, "rows": rows, "context": context, "budget": "100%", **method}
             found.append(case | {"every": args.every} | figures | {"of_full": figures["step_ms"] / plain_ms})
     table = Table(
-        "rows x context", "policy", "budget", "kept", "step ms", "compaction ms", "choosing", "share", "us a row"
+        "rows x context",
+        "policy",
+        "budget",
+        "kept",
+        "step ms",
+        "added ms",
+        "share",
+        "compaction ms",
+        "choosing",
+        "us a row",
     )
     for row in found:
         table.add_row(
             f"{row['rows']} x {row['context']}", row["policy"], row["budget"], f"{row['kept']:.1%}",
-            f"{row['step_ms']:.3f}", f"{row['compaction_ms']:.4f}", f"{row['choosing_ms']:.4f}", f"{row['share']:.2%}",
+            f"{row['step_ms']:.3f}", *_said(row), f"{row['compaction_ms']:.4f}", f"{row['choosing_ms']:.4f}",
             "" if row["row_us"] is None else f"{row['row_us']:.0f}",
         )  # fmt: skip
     Console(width=120).print(table)

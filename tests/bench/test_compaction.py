@@ -61,6 +61,18 @@ def test_every_row_is_compacted_once_and_what_that_takes_is_a_part_of_the_step(r
         assert row["kept"] == pytest.approx(0.5, abs=0.06)
 
 
+def test_what_compaction_adds_is_what_steps_take_more_than_those_that_none_is_near(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        assert row["added_ms"] == pytest.approx(row["step_ms"] - row["quiet_ms"])
+        assert row["added_share"] == pytest.approx(row["added_ms"] / row["quiet_ms"])
+        assert (row["step_1_ms"] or row["step_2_ms"]) is None or row["policy"] != "full"
+        assert 0.9 <= row["decoding"] <= 1
+    steps = SCRIPT["Steps"]([1.0, 2.0, 9.0, 4.0, 3.0] + [3.0] * 8, [0, 0, 1] + [0] * 10, 13)
+    assert steps.quiet() == pytest.approx((2 + 9 * 3) / 10), "not the first, nor that with one, nor the one after it"
+    assert (steps.median_of(1), steps.median_of(2)) == (9, None)
+    assert SCRIPT["Steps"]([1.0] * 9, [1] * 9, 9).quiet() is None
+
+
 def test_nothing_is_compacted_of_the_full_cache_and_nothing_dropped_within_the_budget(
     rows: list[dict[str, Any]],
 ) -> None:
