@@ -27,13 +27,17 @@ MOST_PARTED: Final = 128
 ASKED_ANEW: Final = 32
 """Steps for which an answer of the model is good, while it would be asked much the same."""
 
-LEAST_GAIN: Final = 1.03
-"""By which the model must say that all commit more before small caches are made: it is a model."""
+LEAST_GAIN, LEAST_GAIN_OF_PARTED = 1.03, 1.15
+"""By which the model must say that all commit more before small caches are made, and before rows part: it is a model
+of rows that are where they should be, and to part them all and to bring them back takes long."""
+
+KEPT_SHARE: Final = 1 / 3
+"""Of that gain, what must be left of it for rows to go on so."""
 
 PILOTS: Final = 4
 """Rows with small caches while it is not known what they bring, or known that they bring nothing."""
 
-PILOT_TOKENS, PILOT_LENGTH = 384, 8
+PILOT_TOKENS, PILOT_LENGTH = 512, 8
 """Drafted tokens of a method that must have been tried before all its rows follow, and in a round of a pilot."""
 
 STANDARD_ERRORS: Final = 1.5
@@ -105,7 +109,7 @@ class Outlook:
         self._since: int | None = None
         """The step from which on the model has said so, where it does."""
         self._acceptance = SMALL_CACHE.mean
-        self._may_pay = True
+        self._may_pay, self._has_tried = True, False
         self._plain_token_s = self._token_s = 0.0
 
     # What rows have shown
@@ -212,12 +216,15 @@ class Outlook:
         if costs is None or not room.cache_blocks:
             self.mix = None  # as after the times have been forgotten
             return
-        self._acceptance = sum(self._known(row).least_acceptance for row in rows) / len(rows)
+        known = [self._known(row) for row in rows]
+        likely = sum(each.acceptance.probability for each in known) / len(known)
+        # Neither to begin with it nor to end it may hang on luck: rows that have parted are not soon whole again.
+        self._has_tried = min(each.tried for each in known) >= PILOT_TOKENS
+        self._acceptance = likely if self._drafts else sum(each.least_acceptance for each in known) / len(known)
         self.mix = mix = best_mix(room, min(self._acceptance, 0.999), MAX_DRAFT_TOKENS, MOST_PARTED, costs)
-        self._may_pay = mix.gain > LEAST_GAIN
+        self._may_pay = _is_worth(mix)
         if not (self._may_pay or self._is_ample):
-            likely = sum(self._known(row).acceptance.probability for row in rows) / len(rows)
-            self._may_pay = best_mix(room, likely, MAX_DRAFT_TOKENS, MOST_PARTED, costs).gain > LEAST_GAIN
+            self._may_pay = _is_worth(best_mix(room, likely, MAX_DRAFT_TOKENS, MOST_PARTED, costs))
         self._plain_token_s = 1 / mix.plain_tokens_per_s
         self._token_s = 1 / mix.tokens_per_s if mix.tokens_per_s else math.inf
 
@@ -225,11 +232,12 @@ class Outlook:
         """Where rows would lack the room of small caches, these are made only once the model has said for a while that
         they pay: what it goes by is known badly at first."""
         mix, drafted = self.mix, self._drafts
-        if mix is None or mix.gain <= (1.0 if drafted or self._is_ample else LEAST_GAIN):
+        if mix is None or not (mix.gain > 1 if self._is_ample else _is_worth(mix, KEPT_SHARE if drafted else 1)):
             self._drafts, self._since = False, None
         else:
             self._since = self._steps if self._since is None else self._since
-            self._drafts = drafted or self._is_ample or self._steps - self._since >= ASKED_ANEW
+            is_sure = self._has_tried and self._steps - self._since >= ASKED_ANEW
+            self._drafts = drafted or self._is_ample or is_sure
         if mix is not None and self._drafts != drafted:
             logger.info(
                 "lossless rows %s from here on: %d whole and %d parted ones would be %.2f times as fast as plain ones",
@@ -294,6 +302,12 @@ class Outlook:
         if known is None:
             known = self._methods[method] = _Known()
         return known
+
+
+def _is_worth(mix: Mix, share: float = 1) -> bool:
+    """Whether a mix gains this share of what it must."""
+    least = LEAST_GAIN_OF_PARTED if mix.parted else LEAST_GAIN
+    return mix.gain > 1 + share * (least - 1)
 
 
 def _is_concerned(row: Row) -> bool:
