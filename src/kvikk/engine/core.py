@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvikk.compress import KVCacheParams
 from kvikk.engine.config import EngineConfig
@@ -30,6 +30,9 @@ from kvikk.grammar import Grammar, GrammarCompiler
 from kvikk.prefix import LRU, KeySpace, PrefixCache, extend_keys
 
 logger = logging.getLogger(__name__)
+
+NEVER: Final = 2**31
+"""No sequence has so many tokens."""
 
 
 class EngineOutput(NamedTuple):
@@ -183,19 +186,26 @@ class Engine:
             request_id = f"request-{number}"
         if request_id in self._requests:
             raise InvalidRequest(f"request id {request_id!r} is in use: choose another")
-        eos = frozenset() if params.ignore_eos else self._eos
+        stop_ids = frozenset(params.stop_tokens) | (frozenset() if params.ignore_eos else self._eos)
+        is_plain = grammar is None and not params.has_penalties and not params.logit_bias and params.logprobs is None
+        plain_from = len(prompt) + params.min_tokens if params.min_tokens and stop_ids else 0
+        longest = self.limits.max_model_len
+        if params.max_tokens is not None:
+            longest = min(longest, len(prompt) + params.max_tokens)
         request = Request(
             id=request_id,
             number=number,
             prompt_token_ids=prompt,
             params=params,
             seed=(self._seeds.getrandbits(64) if params.seed is None else params.seed) & (2**64 - 1),
-            stop_ids=eos | frozenset(params.stop_tokens),
+            stop_ids=stop_ids,
             arrival_s=self._clock(),
             kv_cache=kv_cache,
             kv_usage=None if kv_cache is None else KVCacheUsage(kv_cache.policy, kv_cache.lossless),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
-            is_plain=grammar is None and not params.has_penalties and not params.logit_bias and params.logprobs is None,
+            is_plain=is_plain,
+            plain_from=plain_from if is_plain else NEVER,
+            max_length=longest,
         )
         row = Row(
             request=request,
@@ -304,8 +314,7 @@ class Engine:
         self._step_clock.start(started)
         for scheduled in plan.rows:
             if scheduled.samples and not scheduled.drafts:
-                for _ in range(plan.repeats):
-                    self._expect(scheduled.row)
+                scheduled.row.expect(plan.repeats)
 
     def _execute(self, plan: StepPlan) -> None:
         """Compute a step and read it."""
@@ -421,15 +430,6 @@ class Engine:
             row = scheduled.row.draft_of or scheduled.row
             if row.finish_reason is None:
                 self._outputs += self._fail(row, failure)
-
-    def _expect(self, row: Row) -> None:
-        """A row's next token is on its way."""
-        if row.draft_of is not None:
-            row.expect(is_last=False)
-            return
-        length = len(row.tokens) + 1
-        generated = length - len(row.request.prompt_token_ids)
-        row.expect(is_last=generated == row.request.params.max_tokens or length >= self.limits.max_model_len)
 
     def close(self) -> None:
         """End the prefix tier, after what is cached has been written to its outer store. No step is made afterwards."""
@@ -575,8 +575,7 @@ class Engine:
     def _may_end(self, row: Row, token_ids: Sequence[int]) -> bool:
         """Whether the row must look at each of these tokens before it gains the next."""
         request = row.request
-        last = min(self.limits.max_model_len, len(request.prompt_token_ids) + (request.params.max_tokens or 2**31))
-        if row.known + len(token_ids) >= last or row.history is not None or row.grammar is not None:
+        if row.known + len(token_ids) >= request.max_length or row.history is not None or row.grammar is not None:
             return True
         return not request.stop_ids.isdisjoint(token_ids)
 
@@ -598,26 +597,28 @@ class Engine:
 
     def _append(self, row: Row, token: SampledToken) -> list[EngineOutput]:
         """A row gains a token, and ends when that was its last."""
-        request, params = row.request, row.request.params
-        row.append(token.token_id)
+        request, token_id = row.request, token.token_id
+        row.append(token_id)
+        known, is_end_token, is_complete = row.known, False, False
+        if token_id in request.stop_ids:
+            is_end_token = known - len(request.prompt_token_ids) >= request.params.min_tokens
         if row.grammar is not None:
-            row.grammar.advance(token.token_id)
-        known = row.known
-        generated = known - len(request.prompt_token_ids)
-        is_end_token = token.token_id in request.stop_ids and generated >= params.min_tokens
+            row.grammar.advance(token_id)
+            is_complete = row.grammar.is_complete
         reason = None
-        if is_end_token or (row.grammar is not None and row.grammar.is_complete):
+        if is_end_token or is_complete:
             reason = FinishReason.STOP
-        elif generated == params.max_tokens or known >= self.limits.max_model_len:
+        elif known >= request.max_length:
             reason = FinishReason.LENGTH
-        if reason is not None:
-            self._finish(row, reason)
+        if reason is None:
+            return [EngineOutput(request, row.choice, token)]
+        self._finish(row, reason)
         if reason is FinishReason.STOP and not is_end_token:  # the token is text, as one that comes with STOP is not
             return [
                 EngineOutput(request=request, choice=row.choice, token=token),
                 EngineOutput(request=request, choice=row.choice, finish_reason=reason),
             ]
-        stop_id = token.token_id if is_end_token and token.token_id not in self._eos else None
+        stop_id = token_id if is_end_token and token_id not in self._eos else None
         return [EngineOutput(request, row.choice, token, reason, stop_id)]
 
     def _why_no_token(self, row: Row) -> StepFailed:

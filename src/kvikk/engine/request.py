@@ -245,6 +245,10 @@ class Request:
     """One for each token of the prompt, as far as known; None for the first. None altogether when not asked for."""
     is_plain: bool = True
     """Nothing shapes its tokens but temperature, top-k, top-p and min-p, and nothing is told of them."""
+    plain_from: int = 0
+    """Of a sequence of so many tokens that holds of the next one: end tokens are barred before `min_tokens`."""
+    max_length: int = 2**31
+    """Tokens of a sequence, the prompt's included: it ends with the last of them."""
     cached_tokens: int = 0
     kv_cache: KVCacheParams | None = None
     """How its rows are compressed; None: never."""
@@ -379,14 +383,19 @@ class Row:
             self.queries = self.queries.moved_to(watched) if overlaps else None
         self.compress_at, self.watched = compress_at, watched
 
-    def expect(self, *, is_last: bool) -> None:
-        """A token is being sampled: a place is kept for it. Unless it is the last, it is what the next step computes.
+    def expect(self, count: int = 1) -> None:
+        """Tokens are being sampled: places are kept for them. The last of them is what the next step computes, if the
+        text goes on behind it.
 
-        The device knows its value before the host does.
+        The device knows their values before the host does.
         """
-        self.tokens.append(UNKNOWN)
-        self.pending += 1
-        self.segments = [] if is_last else [Segment(len(self.tokens) - 1, len(self.tokens))]
+        tokens = self.tokens
+        for _ in range(count):
+            tokens.append(UNKNOWN)
+        self.pending += count
+        length = len(tokens)
+        is_last = self.draft_of is None and length >= self.request.max_length
+        self.segments = [] if is_last else [Segment(length - 1, length)]
 
     def append(self, token: int) -> None:
         """A sampled token: it takes the first place that was kept, or is what the next step computes."""

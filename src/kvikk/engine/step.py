@@ -124,7 +124,7 @@ class RowResult(NamedTuple):
             for each of the tokens.
     """
 
-    tokens: list[SampledToken]
+    tokens: Sequence[SampledToken]
     prompt_logprobs: Sequence[tuple[Logprob, ...]] = ()
     leads: Sequence[float] = ()
 

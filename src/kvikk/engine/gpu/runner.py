@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -148,7 +149,7 @@ class GpuRunner:
         self._returns = [StepReturn(most_tokens, most_outputs, is_cuda=is_cuda) for _ in range(3)]
         """One step is read while the next is in flight, and the one before may not have been timed."""
         self._turn = 0
-        self._said = PlainTokens()
+        self._said = PlainResults()
         self.copies = 0
         """Host to device copies of descriptors so far, and of tables beside them."""
 
@@ -195,22 +196,21 @@ class GpuRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[RowResult]:
         """See `engine.step.Runner`."""
-        if any(self._needs_plain(scheduled) for scheduled in plan.rows):
+        if self._needs_plain(plan):
             self._seats.forget_positions(scheduled.row for scheduled in plan.rows)
             return self._plain.execute(plan)
-        return self._start(plan).results()
+        return self._start(plan, shaped_rows(plan)).results()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StartedStep | None:
         """See `engine.step.AheadRunner`."""
-        for scheduled in plan.rows:
-            if self._needs_plain(scheduled) or (scheduled.samples and not is_plain(scheduled)):
-                return None
-        return self._start(plan)
+        if self._needs_plain(plan) or shaped_rows(plan):
+            return None
+        return self._start(plan, frozenset())
 
-    def _start(self, plan: StepPlan) -> StartedStep:
+    def _start(self, plan: StepPlan, shaped: frozenset[int]) -> StartedStep:
         try:
-            content, wanted = self._describe(plan)
+            content, wanted = self._describe(plan, shaped)
             outputs = len(content.outputs) // OUTPUT
             program = self._program(content, outputs)
             plan.is_cold, program.is_new = program.is_new, False
@@ -234,52 +234,49 @@ class GpuRunner:
         self._turn = turn
         return StartedStep(plan, program, wanted, tokens, back, self._said, found_leads)
 
-    def _describe(self, plan: StepPlan) -> tuple[StepContent, list[RowOutputs]]:
+    def _describe(self, plan: StepPlan, shaped: frozenset[int]) -> tuple[StepContent, StepOutputs]:
         """The step in numbers, and what its outputs are."""
         content = StepContent()
+        wanted = StepOutputs(shaped=shaped)
         singles, commands, writes = content.singles, content.commands, content.writes
-        of_singles: list[tuple[int, Mirror, int, int]] = []
-        of_runs: list[tuple[int, Mirror, int, int]] = []
-        for index, (row, runs, samples, _, _, drafts) in enumerate(plan.rows):
+        of_runs: list[tuple[Mirror, int, int]] = []
+        for index, scheduled in enumerate(plan.rows):
+            row, runs, samples, _, _, drafts = scheduled
             mirror = self._seats.mirror(row, commands)
             self._seats.write_table(mirror, writes)
-            if row.request.kv_cache is not None or mirror.seat in self._arena:
+            if row.request.kv_cache is not None:
                 self._tell_body(mirror, content)
-                self._tell_watch(mirror, plan.rows[index], content)
-            if len(runs) == 1 and runs[0].length == 1:
-                run = runs[0]
+                if row.watched:
+                    self._tell_watch(mirror, scheduled, content)
+            seat, run = mirror.seat, runs[0]
+            if run.length == 1 and len(runs) == 1:
                 flags = (IS_ROW | IS_STORED) if run.write else IS_ROW
                 if mirror.position == run.start:
                     flags |= FROM_DEVICE
                 if samples:
-                    of_singles.append((index, mirror, len(singles) // SINGLE, 1))
-                singles += (mirror.seat, flags, row.tokens[run.start], run.start)
-            else:
-                for run in runs:
-                    offset = len(content.tokens)
-                    content.runs += (mirror.seat, run.start, run.length, offset if run.write else -1 - offset)
-                    content.longest_run = max(content.longest_run, run.length)
-                    content.tokens.extend(plan.rows[index].token_ids(run))
-                if drafts and drafts[-1] == UNKNOWN:
-                    self._name_drafts(plan.rows[index], content)
-                if drafts:
-                    of_runs.append((index, mirror, len(content.tokens) - samples, samples))
-                else:
-                    content.only_verifies = False
-                    if samples:
-                        of_runs.append((index, mirror, len(content.tokens) - 1, 1))
+                    content.outputs += (len(singles) // SINGLE, seat)
+                    wanted.singles.append(index)
+                    mirror.position = -1 if index in shaped else len(row.tokens) + plan.repeats - 1
+                singles += (seat, flags, row.tokens[run.start], run.start)
+                continue
+            for run in runs:
+                offset = len(content.tokens)
+                content.runs += (seat, run.start, run.length, offset if run.write else -1 - offset)
+                content.longest_run = max(content.longest_run, run.length)
+                content.tokens.extend(scheduled.token_ids(run))
+            if drafts and drafts[-1] == UNKNOWN:
+                self._name_drafts(scheduled, content)
+            content.only_verifies = content.only_verifies and bool(drafts)
+            if samples:
+                count = samples if drafts else 1
+                of_runs.append((mirror, len(content.tokens) - count, count))
+                wanted.runs.append((index, count))
+                # Where drafts were tried the host will say which of the tokens the row goes on from.
+                mirror.position = -1 if drafts or index in shaped else len(row.tokens) + plan.repeats - 1
         before_runs = self._singles_size(content) if of_runs else 0
-        of_singles += [(index, mirror, before_runs + token, count) for index, mirror, token, count in of_runs]
-        wanted = []
-        for index, mirror, first, count in of_singles:
-            for token in range(first, first + count):
+        for mirror, first, count in of_runs:
+            for token in range(before_runs + first, before_runs + first + count):
                 content.outputs += (token, mirror.seat)
-            scheduled = plan.rows[index]
-            has_known_end = is_plain(scheduled)
-            wanted.append(RowOutputs(index, count, not has_known_end))
-            # Where drafts were tried the host will say which of the tokens the row goes on from.
-            known_position = len(mirror.row.tokens) + plan.repeats - 1
-            mirror.position = known_position if has_known_end and not scheduled.drafts else -1
         return content, wanted
 
     def _name_drafts(self, scheduled: ScheduledRow, content: StepContent) -> None:
@@ -299,7 +296,7 @@ class GpuRunner:
         """Lay a row's body down on the device, where that has none of it or an older one."""
         body = mirror.row.body
         if body is None:
-            self._arena.clear(mirror.seat)  # of the row that sat there before
+            self._arena.clear(mirror.seat)  # it was computed again
             return
         content.ragged = True
         if body.frames is not mirror.frames or mirror.seat not in self._arena:
@@ -332,16 +329,19 @@ class GpuRunner:
         )
 
     def _detach(self, mirror: Mirror) -> None:
-        """A row loses its seat: what was kept of its queries there becomes its own."""
+        """A row loses its seat: queries that were kept there become its own, and its body is none of the next row's."""
+        self._arena.clear(mirror.seat)
         queries = mirror.row.queries
         if queries is not None and queries.is_borrowed and mirror.row.finish_reason is None:
             mirror.row.queries = queries.own()
 
-    def _needs_plain(self, scheduled: ScheduledRow) -> bool:
-        """Whether no captured step serves the row: its prompt is scored, or there is no place for its queries."""
-        if scheduled.scores:
-            return True
-        return scheduled.is_watched and len(scheduled.row.watched) > self._machine.watch_window
+    def _needs_plain(self, plan: StepPlan) -> bool:
+        """Whether no captured step serves a row: its prompt is scored, or there is no place for its queries."""
+        window = self._machine.watch_window
+        return any(
+            scheduled.scores or (len(scheduled.row.watched) > window and scheduled.is_watched)
+            for scheduled in plan.rows
+        )
 
     def _singles_size(self, content: StepContent) -> int:
         """Rows with one query that the step's shape has room for."""
@@ -420,26 +420,32 @@ class GpuRunner:
         self.copies += 1
 
 
-class PlainTokens(dict[int, SampledToken]):
-    """Tokens without log-probabilities by their ids, each made once: a step that verifies can give thousands."""
+class PlainResults(dict[int, RowResult]):
+    """Results of one token without log-probabilities by its id, each made once: a step can give thousands."""
 
-    def __missing__(self, token_id: int) -> SampledToken:
-        token = self[token_id] = SampledToken(token_id)
-        return token
+    def __missing__(self, token_id: int) -> RowResult:
+        result = self[token_id] = RowResult([SampledToken(token_id)])
+        return result
 
 
-class RowOutputs(NamedTuple):
-    """Outputs of a step, one behind the other, that are one row's.
+@dataclass(slots=True)
+class StepOutputs:
+    """Whose the outputs of a step are, by their places in the plan, in the order of the outputs.
 
     Args:
-        row: its place in the plan.
-        number: of them.
-        is_shaped: whether the host samples them.
+        singles: rows with one query, an output each.
+        runs: behind them, rows with several, and how many outputs each has.
+        shaped: rows of both whose tokens the host samples.
     """
 
-    row: int
-    number: int
-    is_shaped: bool
+    shaped: frozenset[int]
+    singles: list[int] = field(default_factory=list)
+    runs: list[tuple[int, int]] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Rows, and how many outputs each has."""
+        yield from ((index, 1) for index in self.singles)
+        yield from self.runs
 
 
 class StepReturn:
@@ -488,19 +494,19 @@ class StartedStep:
     Args:
         plan: what was asked for.
         program: what computes it.
-        outputs: whose they are, in their order.
+        outputs: whose they are.
         tokens: `[repeats, outputs]` int32 on the host, filled at the end; -1: there can be no token.
         back: waits for the end, and knows when it was.
-        said: gives these tokens.
+        said: gives the results of these tokens.
         leads: `[outputs]` fp32 on the host, filled at the end, see `RowResult`; None: no drafts were tried.
     """
 
     plan: StepPlan
     program: StepProgram
-    outputs: list[RowOutputs]
+    outputs: StepOutputs
     tokens: Tensor
     back: StepReturn
-    said: PlainTokens
+    said: PlainResults
     leads: Tensor | None = None
 
     def seconds(self, until: PendingStep | None = None) -> float | None:
@@ -516,18 +522,21 @@ class StartedStep:
         said = list(map(self.said.__getitem__, drawn))
         are_there = min(drawn, default=0) >= 0
         repeats = self.plan.repeats
-        found_leads = [] if self.leads is None else self.leads.tolist()
-        at = 0
-        for index, count, _ in self.outputs:
-            usable = said[at * repeats : (at + count) * repeats]
-            if not are_there:
-                usable = usable_tokens(rows[index], [token if token.token_id >= 0 else None for token in usable])
-            if found_leads and rows[index].drafts and is_led(rows[index]):
-                results[index] = RowResult(usable, (), found_leads[at : at + count])
-            else:
-                results[index] = RowResult(usable)
-            at += count
-        if any(is_shaped for _, _, is_shaped in self.outputs):
+        if repeats == 1 and are_there and not self.outputs.runs:
+            for index, result in zip(self.outputs.singles, said, strict=True):
+                results[index] = result
+        else:
+            found_leads = [] if self.leads is None else self.leads.tolist()
+            tokens = [result.tokens[0] for result in said]
+            at = 0
+            for index, count in self.outputs:
+                usable = tokens[at * repeats : (at + count) * repeats]
+                if not are_there:
+                    usable = usable_tokens(rows[index], [token if token.token_id >= 0 else None for token in usable])
+                is_told_leads = bool(found_leads and rows[index].drafts) and is_led(rows[index])
+                results[index] = RowResult(usable, (), found_leads[at : at + count] if is_told_leads else ())
+                at += count
+        if self.outputs.shaped:
             self._sample_on_host(results)
         return results
 
@@ -539,8 +548,8 @@ class StartedStep:
         shaped: list[int] = []
         places: list[int] = []
         at = 0
-        for index, count, is_shaped in self.outputs:
-            if is_shaped:
+        for index, count in self.outputs:
+            if index in self.outputs.shaped:
                 shaped.append(index)
                 own = range(at, at + count)  # the texts of a prompt that forks share a place, drafts have one each
                 places += own if rows[index].drafts else [*own] * rows[index].samples
@@ -580,10 +589,10 @@ def _power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def is_plain(scheduled: ScheduledRow) -> bool:
-    """Whether nothing but the device's own sampling parameters shapes the row's next token."""
-    request = scheduled.row.request
-    if not request.is_plain or (scheduled.samples > 1 and not scheduled.drafts):
-        return False
-    least = request.params.min_tokens
-    return not least or len(scheduled.row.tokens) - len(request.prompt_token_ids) >= least or not request.stop_ids
+def shaped_rows(plan: StepPlan) -> frozenset[int]:
+    """Rows of a step whose next tokens are shaped by more than the device's own sampling parameters."""
+    return frozenset(
+        index
+        for index, (row, _, samples, _, _, drafts) in enumerate(plan.rows)
+        if samples and (len(row.tokens) < row.request.plain_from or (samples > 1 and not drafts))
+    )
