@@ -123,7 +123,8 @@ class Run:
         A row is taken for what it showed, as if it had been right half a time more, and wrong (Jeffreys 1946).
         """
         shown = [(sum(each.right) + 0.5) / (sum(each.tried) + 1) for each in self.drafts_of_rows]
-        return np.quantile(shown, (np.arange(rows) + 0.5) / rows).tolist()
+        spread: list[float] = np.quantile(shown, (np.arange(rows) + 0.5) / rows).tolist()
+        return spread
 
     @property
     def rows(self) -> float:

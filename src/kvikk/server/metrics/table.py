@@ -232,7 +232,8 @@ TABLE: tuple[Metric, ...] = (
     ),
     EngineCounterBy(
         name="spec_decode_num_accepted_tokens_per_pos",
-        help="The same by their place in the draft, from 0.",
+        help=f"The same by their place in the draft, from 0, for the first {MAX_DRAFT_TOKENS} places: rows whose whole "
+        "KV the host has draft further.",
         label="position",
         values=tuple(map(str, range(MAX_DRAFT_TOKENS))),
         counts=lambda stats: {str(place): count for place, count in enumerate(stats.drafts.accepted_at)},
