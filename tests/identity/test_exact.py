@@ -234,9 +234,8 @@ def logits_in_runs(model: CausalLM, ids: list[int], lengths: list[int]) -> Tenso
     return torch.cat(found)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("toy", "bfloat16"), ("smollm2", "bfloat16")])
-def test_fast_logits_do_differ(name: str, dtype: str, seen: Seen) -> None:
-    loaded = loaded_model(name, dtype, "fast")
+def test_fast_logits_do_differ(seen: Seen) -> None:
+    loaded = loaded_model("smollm2", "bfloat16", "fast")  # the toy's products are too small for that on some machines
     jobs = jobs_for(loaded, new_tokens=8)
     alone(loaded, jobs, "fast")
     expected = taken(seen)

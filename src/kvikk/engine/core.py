@@ -333,7 +333,7 @@ class Engine:
 
     def _collect_before_planning(self) -> None:
         """Leave one step in flight, if its rows can go on without its results."""
-        self._collect(down_to=0 if self._in_flight and self._in_flight[-1].plan.must_be_read else 1)
+        self._collect(down_to=0 if self._in_flight and self._in_flight[-1].plan.tries_drafts else 1)
 
     def _collect(self, *, down_to: int = 0) -> None:
         """Read the steps in flight, the oldest first, until so many are left."""

@@ -87,15 +87,6 @@ class StepPlan:
         """Whether it is not known before it has been read how many tokens some of its rows gain."""
         return self.has_lossless and any(scheduled.drafts for scheduled in self.rows)
 
-    @property
-    def must_be_read(self) -> bool:
-        """Whether no step can be planned before it has been read. A row that is whole for one verification waits alone:
-        others go on beside it."""
-        if not self.has_lossless:
-            return False
-        rests = (scheduled.row.rest for scheduled in self.rows if scheduled.drafts)
-        return not all(rest is not None and rest.is_leased for rest in rests)
-
     def add(self, row: Row, budget: int) -> None:
         """Let a row compute up to `budget` tokens; it samples when nothing is missing then."""
         runs = row.take(budget)
