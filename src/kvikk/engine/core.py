@@ -548,8 +548,6 @@ class Engine:
         """Tell a row what the whole cache says: the drafts that agree with it, and the token after these."""
         row, drafts = scheduled.row, scheduled.known_drafts
         assert row.drafting is not None
-        if row.blocks is not scheduled.runs[-1].blocks:  # preempted since: what was verified will be computed again
-            return
         row.drafting.length = 0
         if not result.tokens:
             self._outputs += self._fail(row, self._why_no_token(row))

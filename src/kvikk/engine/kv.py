@@ -331,11 +331,9 @@ class KVMemory:
         counts = choice.counts - (row.front - stop)
         held = everything.first(stop // self.page_size)
         frames = int(frames_wanted(held, counts).sum())
-        while (
-            blocks := self.frames.blocks_needed(frames)
-        ) + self._staging > self.obtainable or blocks > self.pool.free:
+        while (blocks := self.frames.blocks_needed(frames)) + self.staging > self.obtainable or blocks > self.pool.free:
             # joining takes free frames as well
-            has_room = blocks + self._staging <= self.obtainable
+            has_room = blocks + self.staging <= self.obtainable
             if not (has_room and self.make_room(blocks)) and not self._part_one_more():
                 return False
         fresh = self.frames.take(frames)
@@ -357,10 +355,13 @@ class KVMemory:
         rests = self.rests
         if rests is None or not rests.may_part(1):
             return False
-        return rests.part_one() or (rests.ask_one_to_part() and False)
+        if rests.part_one():
+            return True
+        rests.ask_one_to_part()
+        return False
 
     @property
-    def _staging(self) -> int:
+    def staging(self) -> int:
         """Blocks to leave for parted rows to be whole again."""
         return 0 if self.rests is None else self.rests.staging
 

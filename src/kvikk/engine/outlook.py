@@ -13,11 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvikk.compress import KVCacheParams
 from kvikk.compress.config import MAX_DRAFT_TOKENS
 from kvikk.engine.drafting import SMALL_CACHE, Acceptance, HostCosts, Mix, Prior, Room, StepTimes, best_mix
 from kvikk.engine.kv import KVMemory
-from kvikk.engine.request import Drafting, Row
+from kvikk.engine.request import Row, drafting_of, kv_cache_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +124,7 @@ class Outlook:
     def note_copy(self, row: Row, seconds: float) -> None:
         """A row has got a small cache, which took so long."""
         self.copy_s = 0.9 * self.copy_s + 0.1 * seconds if self.copy_s else seconds
-        cache = _state(row).cache
+        cache = drafting_of(row).cache
         if cache is not None:
             known = self._known(row)
             known.share = cache.body_blocks / max(1, len(row.tokens) // self._kv.page_size)
@@ -156,7 +155,7 @@ class Outlook:
     def wants_cache(self, row: Row) -> bool:
         """Whether a row that is at its trigger should get a small cache: it would draft, and that brings more than it
         takes."""
-        record, params = _state(row).record, _params(row)
+        record, params = drafting_of(row).record, kv_cache_of(row)
         if params.draft_tokens is not None:
             return params.draft_tokens != 0
         if record.fallback is not None and not record.is_due:
@@ -192,7 +191,7 @@ class Outlook:
             for row in rows:
                 if not _is_concerned(row):
                     continue
-                if _state(row).cache is None and self._pays(row):
+                if drafting_of(row).cache is None and self._pays(row):
                     blocks += self._known(row).share * (len(row.tokens) // page)
                 if self.mix.parted:
                     blocks += self._left(row) / page
@@ -200,7 +199,7 @@ class Outlook:
 
     def keeps_caches_from(self, row: Row) -> bool:
         """Whether small caches stay while a row waits for room: they bring more, or what they bring is to be seen."""
-        pilots = sum(_params(other).draft_tokens is None for other in self._kv.drafting)
+        pilots = sum(kv_cache_of(other).draft_tokens is None for other in self._kv.drafting)
         if not pilots or not _is_concerned(row):
             return False
         if self.mix is None or (not self._drafts and self._is_open(self._known(row))):
@@ -278,7 +277,7 @@ class Outlook:
         for row in running:
             if not _is_concerned(row) or not row.has_begun:
                 continue
-            state = _state(row)
+            state = drafting_of(row)
             if state.cache is None and row.compress_at is None and self._pays(row):
                 self._kv.want_cache_now(row)
             elif state.cache is not None and row.rest is None and rests is not None and rests.has_use_for(row):
@@ -296,7 +295,7 @@ class Outlook:
         return sum(other.request.kv_cache == params for other in self._kv.drafting)
 
     def _known(self, row: Row) -> _Known:
-        params = _params(row)
+        params = kv_cache_of(row)
         method = params.policy, params.budget, params.allocator, params.drafter
         known = self._methods.get(method)
         if known is None:
@@ -314,13 +313,3 @@ def _is_concerned(row: Row) -> bool:
     """Whether a row is lossless, and may have a small cache."""
     params = row.request.kv_cache
     return row.drafting is not None and row.drafting.lookup is None and params is not None and params.draft_tokens != 0
-
-
-def _state(row: Row) -> Drafting:
-    assert row.drafting is not None
-    return row.drafting
-
-
-def _params(row: Row) -> KVCacheParams:
-    assert row.request.kv_cache is not None
-    return row.request.kv_cache

@@ -471,3 +471,15 @@ class Row:
         keys = self.full_block_keys(page_size)
         unscored = self.request.unscored(len(self.tokens))
         return keys[: unscored.start // page_size] if unscored else keys
+
+
+def drafting_of(row: Row) -> Drafting:
+    """What a lossless row drafts with."""
+    assert row.drafting is not None
+    return row.drafting
+
+
+def kv_cache_of(row: Row) -> KVCacheParams:
+    """How a row is compressed that is."""
+    assert row.request.kv_cache is not None
+    return row.request.kv_cache

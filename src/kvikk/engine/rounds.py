@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvikk.compress import KVCacheParams
 from kvikk.compress.config import MAX_DRAFT_TOKENS
 from kvikk.engine.drafting import (
     Acceptance,
@@ -29,7 +28,7 @@ from kvikk.engine.drafting import (
 )
 from kvikk.engine.kv import KVMemory
 from kvikk.engine.outlook import MOST_PARTED, PILOT_LENGTH, Outlook
-from kvikk.engine.request import UNKNOWN, Drafting, Row
+from kvikk.engine.request import UNKNOWN, Row, drafting_of, kv_cache_of
 from kvikk.engine.step import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -116,7 +115,7 @@ class DraftRounds:
         """
         looking, drafting, hosted = [], [], []
         for row in rows:
-            state, rest = _state(row), row.rest
+            state, rest = drafting_of(row), row.rest
             if rest is not None and rest.is_leaving:
                 continue
             if state.lookup is not None:
@@ -138,7 +137,7 @@ class DraftRounds:
 
     def wants_cache(self, row: Row) -> bool:
         """Whether a row that is at its trigger should get a small cache: its copy takes time and memory."""
-        record = _state(row).record
+        record = drafting_of(row).record
         if not self.outlook.wants_cache(row):
             return False
         if record.is_untried:
@@ -147,7 +146,7 @@ class DraftRounds:
 
     def note_verified(self, row: Row, drafted: int, accepted: int) -> None:
         """Drafts of a row were verified, or it has decoded plainly; the first `accepted` are right."""
-        state = _state(row)
+        state = drafting_of(row)
         state.record.note_round(drafted, accepted)
         if state.lookup is None:
             self.outlook.note_verified(row, drafted, accepted)
@@ -188,7 +187,7 @@ class DraftRounds:
             row = scheduled.row.draft_of
             if row is None or scheduled.drafts or row.rest is not None or not row.request.is_plain:
                 return 1
-            state = _state(row)
+            state = drafting_of(row)
             if state.below is not None and state.below.is_hopeful:
                 return 1
             missing = min(missing, state.missing)
@@ -200,7 +199,7 @@ class DraftRounds:
         known = self._ready(rows, plan)
         drafts = []
         for row in known:
-            lookup = _state(row).lookup
+            lookup = drafting_of(row).lookup
             assert lookup is not None
             lookup.extend(row.tokens[len(lookup) :])
             most = self._most(row)
@@ -220,7 +219,7 @@ class DraftRounds:
         fresh: list[Row] = []
         longest = 0
         for row in rows:
-            state = _state(row)
+            state = drafting_of(row)
             if state.length:
                 begun.append(row)
                 longest = max(longest, state.missing)
@@ -235,16 +234,16 @@ class DraftRounds:
             if longest:  # others are in the midst of a round
                 most = [min(each, longest) for each in most]
             planned = self._plan(ready, most).lengths
-            room = step_tokens - plan.tokens - len(rows) - sum(_state(row).length for row in begun)
+            room = step_tokens - plan.tokens - len(rows) - sum(drafting_of(row).length for row in begun)
             for row, length in zip(ready, fitting(planned, room), strict=True):
                 length = self._with_room(row, length)
                 if length:
-                    _state(row).begin(row, length, self._page_size)
+                    drafting_of(row).begin(row, length, self._page_size)
                     begun.append(row)
                 else:
                     self._add(row, [], plan)
         for row in begun:
-            if _state(row).missing:
+            if drafting_of(row).missing:
                 self._draft_on(row, plan, step_tokens)
 
     def _draft_on(self, row: Row, plan: StepPlan, step_tokens: int) -> None:
@@ -252,7 +251,7 @@ class DraftRounds:
 
         Nothing is proposed behind a token that is not known yet: a row that may have a proposal waits for it.
         """
-        state = _state(row)
+        state = drafting_of(row)
         cache, below = state.cache, state.below
         assert cache is not None
         if below is None or not below.is_hopeful:
@@ -270,7 +269,7 @@ class DraftRounds:
 
         Where the host has a say in a row's tokens it must know all drafts before.
         """
-        drafts = [_state(row).tokens for row in begun]
+        drafts = [drafting_of(row).tokens for row in begun]
         for row, drafted in zip(begun, drafts, strict=True):
             if UNKNOWN in drafted and not (self.runs_ahead and row.request.is_plain):
                 return
@@ -287,7 +286,7 @@ class DraftRounds:
 
         It waits for no other row: what it waits for is the link.
         """
-        state, rest = _state(row), row.rest
+        state, rest = drafting_of(row), row.rest
         assert rest is not None
         assert self._kv.rests is not None
         if rest.is_leased:
@@ -314,8 +313,8 @@ class DraftRounds:
         assert self._kv.rests is not None
         if not self._kv.rests.is_idle:
             return
-        row = max(rows, key=lambda row: _state(row).drafted)
-        if row.rest is not None and row.rest.is_parted and _state(row).drafted >= RIPE * self._wanted(row):
+        row = max(rows, key=lambda row: drafting_of(row).drafted)
+        if row.rest is not None and row.rest.is_parted and drafting_of(row).drafted >= RIPE * self._wanted(row):
             self._kv.rests.want(row)
 
     def _drafts_until_whole(self) -> float:
@@ -326,17 +325,17 @@ class DraftRounds:
 
     def _wanted(self, row: Row) -> int:
         """How many tokens a row drafts before it is whole, at best; or until a miss among them is as likely as not."""
-        asked, mix = _params(row).draft_tokens, self.outlook.mix
+        asked, mix = kv_cache_of(row).draft_tokens, self.outlook.mix
         if asked is not None:
             return asked
         if mix is not None and mix.length:
             return mix.length
-        return tokens_until(EVEN, _state(row).record.acceptance.probability, MOST_PARTED)
+        return tokens_until(EVEN, drafting_of(row).record.acceptance.probability, MOST_PARTED)
 
     def _goes_on(self, row: Row, most: int) -> bool:
         """Whether a row that has drafted all that it wanted drafts another token while it waits."""
-        state = _state(row)
-        if state.is_over or _params(row).draft_tokens is not None or state.drafted >= most:
+        state = drafting_of(row)
+        if state.is_over or kv_cache_of(row).draft_tokens is not None or state.drafted >= most:
             return False
         return state.drafted < tokens_until(HOPELESS, state.record.acceptance.probability, MOST_PARTED)
 
@@ -349,7 +348,7 @@ class DraftRounds:
             if not row.pending:
                 ready.append(row)
                 continue
-            state = _state(row)
+            state = drafting_of(row)
             has_drafter = state.cache is not None or state.lookup is not None
             if not has_drafter or (state.record.fallback is not None and not state.record.is_due):
                 self._add(row, [], plan)
@@ -357,7 +356,7 @@ class DraftRounds:
 
     def _add(self, row: Row, drafts: Sequence[int], plan: StepPlan) -> None:
         """Verify drafts in this step; without any, decode plainly."""
-        state = _state(row)
+        state = drafting_of(row)
         if drafts:
             plan.add_verification(row, drafts)
         else:
@@ -368,25 +367,25 @@ class DraftRounds:
     def _plan(self, rows: Sequence[Row], most: list[int], *, drafts_are_free: bool = False) -> RoundPlan:
         """How many tokens rows draft now: as many as pay, or as their requests say."""
         costs = self.times.costs(len(rows), drafts_are_free=drafts_are_free)
-        planned = plan_round([_state(row).record for row in rows], most, costs)
+        planned = plan_round([drafting_of(row).record for row in rows], most, costs)
         if planned.best is not None and not drafts_are_free:
             self.promised_gain = planned.best.tokens_per_s / planned.best.plain_tokens_per_s
         for index, row in enumerate(rows):
-            asked = _params(row).draft_tokens
+            asked = kv_cache_of(row).draft_tokens
             if asked is None and not drafts_are_free and self.outlook.is_pilot(row):
                 asked = PILOT_LENGTH
             if asked is not None:
                 planned.lengths[index] = min(asked, most[index])
-                _state(row).record.fallback = None
+                drafting_of(row).record.fallback = None
         for index, reason in planned.fell_back:
-            if _state(rows[index]).record.fallback is not None:
+            if drafting_of(rows[index]).record.fallback is not None:
                 self.fallbacks[reason] += 1
                 logger.info("%s decodes plainly for now, as drafting does not pay: %s", rows[index].id, reason)
         return planned
 
     def _most(self, row: Row, limit: int = MAX_DRAFT_TOKENS) -> int:
         """How many tokens a row may draft now, `limit` at the most."""
-        request, state = row.request, _state(row)
+        request, state = row.request, drafting_of(row)
         if state.cache is None and state.lookup is None:
             return 0
         end = self._max_model_len - 1
@@ -408,13 +407,3 @@ class DraftRounds:
         row.blocks += self._kv.pool.take(blocks)
         row.request.note_blocks(blocks)
         return length
-
-
-def _state(row: Row) -> Drafting:
-    assert row.drafting is not None
-    return row.drafting
-
-
-def _params(row: Row) -> KVCacheParams:
-    assert row.request.kv_cache is not None
-    return row.request.kv_cache

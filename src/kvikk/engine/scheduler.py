@@ -319,7 +319,7 @@ class Scheduler:
         cached = sum(self._pool.references(block) == 0 for block in found)
         needed += cached + self._reserved(row)
         rests = self._kv.rests
-        in_all = needed + self._staging
+        in_all = needed + self._kv.staging
         if in_all <= self._kv.obtainable or (rests is not None and rests.part_for(needed)):
             return True
         self._short_of = in_all
@@ -344,7 +344,7 @@ class Scheduler:
     def _resume(self, row: Row) -> bool:
         """Give a compressed row its memory back; False when there is no room."""
         needed = self._kv.blocks_to_resume(row)
-        needed += self._reserved(row) + self._staging
+        needed += self._reserved(row) + self._kv.staging
         if needed > self._kv.obtainable:
             self._short_of = needed
             return False
@@ -352,11 +352,6 @@ class Scheduler:
         self._kv.resume(row)
         self._seat(row)
         return True
-
-    @property
-    def _staging(self) -> int:
-        """Blocks to leave free when a row is admitted, for parted ones to be whole again."""
-        return 0 if self._kv.rests is None else self._kv.rests.staging
 
     def _reserved(self, row: Row) -> int:
         """Blocks to leave free when a row is admitted: each running one may need another soon."""
