@@ -158,8 +158,11 @@ def test_memory_of_both_processes_is_flat_over_5000_tiny_requests(light: Running
 
     seen = asyncio.run(soak())
     for name, sizes in zip(("front", "engine"), zip(*seen, strict=True), strict=True):
-        # A heap grows by tens of MiB at once when it meets a larger step, and stays so; what leaks grows in most rounds
-        grown = median(after - before for before, after in pairwise(sizes))
+        # A heap breathes by tens of MiB and may grow once, meeting a larger step; what leaks grows in most rounds and
+        # lifts the lowest reading too
+        half = len(sizes) // 2
+        typical = median(after - before for before, after in pairwise(sizes))
+        grown = min(typical, (min(sizes[half:]) - min(sizes[:half])) / half)
         readings = [size >> 20 for size in sizes]
         assert grown < 6 * 2**20, f"the {name} grows by {grown / 2**20:.1f} MiB in 560 requests: {readings}"
     assert light.wait_until_idle()["held_blocks"] == 0
